@@ -1,0 +1,93 @@
+"""dlab: learn distributed deep learning by running it. Start with `notebooks/00_tour.ipynb`.
+
+Names are imported when they are first used, so that `import dlab` is quick. In a notebook it also begins to warm up
+the server that workers come from, so that the first cluster is there when the first cell asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DataPartitioner": "data",
+    "Partition": "data",
+    "mnist": "data",
+    "partition_dataset": "data",
+    "MLP": "models",
+    "SimpleCNN": "models",
+    "TwoLayer": "models",
+    "Event": "events",
+    "load_events": "events",
+    "Cluster": "processes.cluster",
+    "cluster": "processes.cluster",
+    "Run": "processes.run",
+    "Stopped": "processes.errors",
+    "WorkerError": "processes.errors",
+    "WorkerTimeout": "processes.errors",
+    "device": "processes.inside",
+    "knob": "processes.inside",
+    "log": "processes.inside",
+    "rank": "processes.inside",
+    "watch": "processes.inside",
+    "world_size": "processes.inside",
+    "LossCurves": "views",
+    "show_source": "views",
+}
+
+__all__ = list(_HOME)
+
+if TYPE_CHECKING:  # the same names, for editors and type checkers
+    from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
+    from dlab.events import Event, load_events
+    from dlab.models import MLP, SimpleCNN, TwoLayer
+    from dlab.processes.cluster import Cluster, cluster
+    from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
+    from dlab.processes.inside import device, knob, log, rank, watch, world_size
+    from dlab.processes.run import Run
+    from dlab.views import LossCurves, show_source
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"dlab.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"dlab has no {name!r}; it has {', '.join(sorted(__all__))}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext dlab` gives the cell magic `%%workers`."""
+    from dlab.processes.magic import WorkersMagic
+
+    shell.register_magics(WorkersMagic)
+
+
+def _settle_in_notebook() -> None:
+    from IPython.core.getipython import get_ipython
+
+    from dlab.processes.forkserver import warm_up
+
+    shell: Any = get_ipython()
+    if not hasattr(shell, "kernel"):
+        return
+    warm_up()
+
+    # a run that is the last line of a cell shows itself; neither runs nor views know of each other
+    def show(run: Any) -> None:
+        from dlab.views import show_live
+
+        show_live(run)
+
+    shell.display_formatter.ipython_display_formatter.for_type_by_name("dlab.processes.run", "Run", show)
+
+
+if "ipykernel" in sys.modules:
+    _settle_in_notebook()

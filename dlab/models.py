@@ -1,0 +1,40 @@
+"""The small networks of the course: few parameters, no dropout, so that N workers can equal one to the last digit."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class SimpleCNN(nn.Module):
+    """Two convolutions and two linear layers for 1x28x28 images: 80,202 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, kernel_size=5)
+        self.conv2 = nn.Conv2d(16, 32, kernel_size=5)
+        self.fc1 = nn.Linear(512, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (batch, 1, 28, 28) to scores (batch, 10)."""
+        x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # (batch, 16, 12, 12)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # (batch, 32, 4, 4)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+class MLP(nn.Sequential):
+    """784-512-512-10, 669,706 parameters: little arithmetic for its size, so communication shows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        )
+
+
+class TwoLayer(nn.Sequential):
+    """784-100-10: the smallest network of the course, for slice tables that fit on a page."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))

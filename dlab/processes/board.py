@@ -1,0 +1,65 @@
+"""The board: one shared-memory page set that the parent writes on and workers read while they run, and their events.
+
+No message is sent and nobody waits: `run.set("lr", 0.05)` writes here, `dlab.knob("lr", 0.01)` reads here, and the
+reader pays one memory access when nothing has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from typing import Any
+
+from dlab.events import RING_BYTES, EventRing
+
+_KNOBS = 64 << 10  # room for the knobs, as JSON
+_DELAYS = 64 << 10  # room for a delay per rank: 8192 ranks
+
+
+class Board:
+    """Knobs, a delay per rank, and an event ring per rank, in one anonymous shared-memory file."""
+
+    def __init__(self, ranks: int, file: int | None = None) -> None:
+        size = _KNOBS + _DELAYS + ranks * RING_BYTES
+        if file is None:
+            file = os.memfd_create("dlab-board")
+            os.truncate(file, size)
+        self.file = file
+        memory = memoryview(mmap.mmap(file, size))
+        self._version = memory[:16].cast("Q")  # version, then length
+        self._knobs = memory[16:_KNOBS]
+        self.delays = memory[_KNOBS : _KNOBS + 8 * ranks].cast("d")
+        rings = memory[_KNOBS + _DELAYS :]
+        self.rings = [EventRing(rings[rank * RING_BYTES : (rank + 1) * RING_BYTES]) for rank in range(ranks)]
+        self._seen, self._values = -1, dict[str, Any]()
+
+    def clear(self) -> None:
+        """A clean board for the next run; while no worker runs."""
+        self.write({})
+        for rank, ring in enumerate(self.rings):
+            self.delays[rank] = 0.0
+            ring.clear()
+
+    def write(self, knobs: dict[str, Any]) -> None:
+        """Replace all knobs. Only the parent writes; an odd version says that it is writing."""
+        try:
+            text = json.dumps(knobs).encode()
+        except TypeError:
+            raise TypeError("a knob must be a number, a string, a boolean, None, or a list of these") from None
+        if len(text) > len(self._knobs):
+            raise ValueError(f"the knobs take {len(text)} bytes together, there is room for {len(self._knobs)}")
+        self._version[0] += 1
+        self._knobs[: len(text)] = text
+        self._version[1] = len(text)
+        self._version[0] += 1
+
+    def read(self) -> dict[str, Any]:
+        """The knobs as they are now."""
+        while self._version[0] != self._seen:
+            version = self._version[0]
+            text = bytes(self._knobs[: self._version[1]])
+            if version % 2 == 0 and version == self._version[0]:
+                self._values = json.loads(text) if text else {}
+                self._seen = version
+        return self._values

@@ -1,0 +1,119 @@
+"""A cluster: N warm workers on this machine, ready for the next function. Taught in `notebooks/00_tour.ipynb`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlab.processes import wire
+from dlab.processes.run import Run
+from dlab.processes.supervisor import Supervisor
+from dlab.processes.worker import TASK, Place
+
+_numbers = count(1)
+_shared: dict[int, Cluster] = {}
+
+
+class Cluster:
+    """`workers` processes that wait for functions, with torch.distributed ready in each.
+
+    >>> with dlab.Cluster(4) as cluster:
+    ...     cluster.run(lambda: dlab.rank() ** 2)
+    [0, 1, 4, 9]
+
+    The first one takes the time of one `import torch` (1-2 s); a run on a standing cluster takes milliseconds.
+    `backend="auto"` is NCCL when there is a GPU for each worker, else gloo. `threads` per worker: cores // workers.
+    `timeout` is torch.distributed's own, for a single collective, in seconds.
+    """
+
+    def __init__(
+        self, workers: int = 4, backend: str = "auto", threads: int | None = None, timeout: float | None = None
+    ) -> None:
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"a cluster of {workers!r} workers is not possible: give a whole number, 1 or more")
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise ValueError(f"threads={threads!r} per worker is not possible: give a whole number, 1 or more")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers, self.backend = workers, _choose_backend(backend, workers)
+        self._supervisor = Supervisor(workers, self.backend, threads or max(1, cores // workers), timeout)
+        self._supervisor.start()
+        self._close = weakref.finalize(self, self._supervisor.close)  # also when this process ends
+        try:
+            self._supervisor.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Run `fn(*args, **kwargs)` on every rank and give the results by rank.
+
+        Raises `WorkerError` when a rank fails. After `timeout` seconds the run is stopped and `WorkerTimeout` names
+        the ranks that did not finish and what they were in.
+        """
+        return self.start(fn, *args, **kwargs)._wait(timeout, then_stop=True)
+
+    def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
+        """The same in the background: gives a `Run` at once."""
+        if not callable(fn):
+            raise TypeError(f"cluster.run and cluster.start take a function first, not {fn!r}: write run(fn, …)")
+        run = Run(self, next(_numbers), getattr(fn, "__name__", type(fn).__name__))
+        try:
+            message = wire.Message(TASK, run.number, (Place(os.getcwd(), list(sys.path)), fn, args, kwargs))
+        except Exception as problem:
+            raise TypeError(
+                f"{run.name} or its arguments cannot be sent to the workers ({problem}): "
+                "open files, locks and the like must be made inside the function"
+            ) from None
+        with message:
+            self._supervisor.launch(run, message)
+        return run
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by rank."""
+        return [worker.process.pid or 0 for worker in self._supervisor.workers]
+
+    @property
+    def closed(self) -> bool:
+        """Is it of no use any more?"""
+        return not self._supervisor.is_alive()
+
+    def close(self) -> None:
+        """End the workers. Nothing of them stays."""
+        self._close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Cluster of {self.workers} workers on {self.backend}{', closed' if self.closed else ''}>"
+
+
+def cluster(workers: int = 4) -> Cluster:
+    """The shared warm cluster of this kernel: made once for each number of workers, reused by every cell."""
+    if workers not in _shared or _shared[workers].closed:
+        _shared[workers] = Cluster(workers)
+    return _shared[workers]
+
+
+def _choose_backend(backend: str, workers: int) -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    nccl = dist.is_nccl_available() and gpus >= workers
+    if backend == "auto":
+        return "nccl" if nccl else "gloo"
+    if backend == "nccl" and not nccl:
+        why = f"this machine has {gpus}" if dist.is_nccl_available() else "this torch is built without NCCL"
+        raise ValueError(f"nccl needs a GPU for each of the {workers} workers and {why}: use backend='gloo' or 'auto'")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"there is no backend {backend!r}: use 'auto', 'gloo' or 'nccl'")
+    return backend

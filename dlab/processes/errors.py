@@ -1,0 +1,116 @@
+"""What a worker's failure looks like in the cell: the rank, and the worker's own traceback into the cell's code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_OURS = os.path.dirname(__file__) + os.sep
+
+
+class Stopped(KeyboardInterrupt):
+    """Raised inside a worker's function when its run is stopped. Catch it to return what there is so far."""
+
+
+@dataclass
+class Report:
+    """What a worker says of the exception that ended its function; plain data, so that it can always be sent."""
+
+    time: float
+    kind: str
+    message: str
+    chain: list[tuple[list[tuple[str, int, str]], str]] = field(default_factory=list)
+    connection: bool = False
+
+    @classmethod
+    def of(cls, problem: BaseException) -> Report:
+        """Frames are sent as file and line: the parent has the source of the cells, the worker has not."""
+        moment = time.monotonic()
+        chain: list[tuple[list[tuple[str, int, str]], str]] = []
+        link: BaseException | None = problem
+        while link is not None and len(chain) < 5:
+            stack = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(link.__traceback__)]
+            chain.append(([frame for frame in stack if not frame[0].startswith(_OURS)], _last_line(link)))
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        return cls(moment, type(problem).__name__, _last_line(problem), chain, _is_connection(problem))
+
+    def traceback(self) -> str:
+        """The worker's traceback, with the lines of the cell's code."""
+        texts = []
+        for frames, last in reversed(self.chain):
+            summary = [traceback.FrameSummary(*frame) for frame in frames]  # reads the line from the parent's cache
+            texts.append("".join(["Traceback (most recent call last):\n", *traceback.format_list(summary), last]))
+        return "\n\nthen, while that was handled:\n\n".join(texts)
+
+
+def _last_line(problem: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception_only(type(problem), problem)).strip()
+    except Exception:  # an exception whose own __str__ fails must still be reported
+        return type(problem).__name__
+
+
+def _is_connection(problem: BaseException) -> bool:
+    """Did this rank fail only because another one went away?"""
+    text = _last_line(problem)
+    return isinstance(problem, RuntimeError) and any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL")
+    )
+
+
+class WorkerError(RuntimeError):
+    """A worker failed: `.rank` is the one, `.traceback` its own traceback, `.ranks` all that failed the same way."""
+
+    def __init__(self, message: str, ranks: Sequence[int], traceback: str = "") -> None:
+        super().__init__(f"{message}\n\n{traceback}" if traceback else message)
+        self.ranks, self.traceback = list(ranks), traceback
+
+    @property
+    def rank(self) -> int:
+        """The rank that failed first."""
+        return self.ranks[0]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), self.ranks, self.traceback)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the worker's side only; dlab's own frames would tell the learner nothing."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class WorkerTimeout(WorkerError, TimeoutError):
+    """Some ranks did not finish in time: `.ranks` names them, the likely culprit first."""
+
+
+def _rebuild(kind: type[WorkerError], text: str, ranks: list[int], trace: str) -> WorkerError:
+    error = kind("", ranks, trace)
+    error.args = (text,)
+    return error
+
+
+def failed(ranks: Sequence[int], report: Report) -> WorkerError:
+    """The error for a function that raised."""
+    return WorkerError(f"{name_ranks(ranks)} failed: {report.message}", ranks, report.traceback())
+
+
+def died(rank: int, exitcode: int | None, where: str) -> WorkerError:
+    """The error for a process that ended without a word."""
+    if exitcode is not None and exitcode < 0:
+        try:
+            how = f"was killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
+        except ValueError:
+            how = f"was killed by signal {-exitcode}"
+    else:
+        how = f"exited with code {exitcode}"
+    return WorkerError(f"rank {rank} {how} {where}", [rank])
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,72 @@
+"""The parent's side of one worker: its process, its socket, and what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from multiprocessing.process import BaseProcess
+
+import torch.multiprocessing
+
+from dlab.processes import output, wire
+from dlab.processes.board import Board
+from dlab.processes.forkserver import Popen, run_in_spawner
+from dlab.processes.worker import Seat, main
+
+
+class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  # type: ignore[misc]
+    """A torch.multiprocessing process that comes from dlab's own server."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:
+        return Popen(process_obj)
+
+    def start(self) -> None:
+        """Start from the spawner thread, whichever thread asks."""
+        run_in_spawner(super().start).result()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process is still there."""
+        if self.pid is not None and self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Worker:
+    """A worker as the supervisor sees it."""
+
+    def __init__(self, seat: Seat, board: Board) -> None:
+        self.rank = seat.rank
+        self.ready = 0  # the last group it has joined
+        self.busy = False
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        self.stack = os.memfd_create("dlab-stack")
+        self.readers = (output.LineReader(self.rank, out), output.LineReader(self.rank, err))
+        self.process = WorkerProcess(target=main, args=(theirs,), name=f"dlab-rank-{self.rank}", daemon=True)
+        self._closed = False
+        try:
+            self.process.start()
+            with contextlib.suppress(OSError):  # it has died already: its sentinel tells
+                socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, board.file])
+                with wire.Message(0, 0, seat) as message:
+                    message.send(self.channel)
+        finally:
+            theirs.close()
+            os.close(out_end)
+            os.close(err_end)
+
+    def close(self) -> None:
+        """Kill the process, if it is still there, and let go of everything."""
+        if self._closed:
+            return
+        self._closed = True
+        self.process.send_signal(signal.SIGKILL)
+        self.process.join()
+        self.process.close()
+        self.channel.close()
+        for file in (self.readers[0].file, self.readers[1].file, self.stack):
+            os.close(file)

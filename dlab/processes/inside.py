@@ -1,0 +1,123 @@
+"""What a function can ask and tell while it runs in a worker: who am I, what is the learning rate now, here is my loss.
+
+All of it also works outside a worker (rank 0 of 1, knobs at their defaults, `log` prints), so that a function can be
+tried in one process before it is given to four.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlab.processes.board import Board
+
+_board: Board | None = None
+_ring_rank = 0
+_device: torch.device | None = None
+_declared: set[str] = set()
+_NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
+
+
+def enter(board: Board, rank: int, device: torch.device) -> None:
+    """Called once by the worker."""
+    global _board, _ring_rank, _device
+    _board, _ring_rank, _device = board, rank, device
+
+
+def begin() -> None:
+    """Called by the worker before each run: knobs are declared anew."""
+    _declared.clear()
+
+
+def rank() -> int:
+    """This process's rank; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def device() -> torch.device:
+    """Where this rank's tensors belong: its GPU if it has one, else the CPU."""
+    if _device is not None:
+        return _device
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def log(**data: Any) -> None:
+    """Tell the notebook something: `dlab.log(step=3, loss=0.7)`. Never waits, costs a few microseconds.
+
+    Numbers, strings and small tensors; reading a GPU tensor's value waits for the GPU, as `.item()` does.
+    A delay set by `run.delay(rank, seconds)` is slept here, so a step is as slow as the learner has asked for.
+    """
+    emit("log", data)
+    if _board is not None and _board.delays[_ring_rank] > 0.0:
+        start = time.monotonic()
+        while (left := start + _board.delays[_ring_rank] - time.monotonic()) > 0:
+            time.sleep(min(left, _NAP))
+
+
+def emit(kind: str, data: dict[str, Any]) -> None:
+    """Write an event of any kind."""
+    if _board is not None:
+        _board.rings[_ring_rank].push(kind, data)
+    elif kind == "log":
+        print("  ".join(f"{key}={value}" for key, value in data.items()))
+
+
+def knob(name: str, default: Any = None) -> Any:
+    """A value that can be turned while the run goes on: `lr = dlab.knob("lr", 0.01)`, then `run.set("lr", 0.05)`.
+
+    Costs one read of shared memory. The first call of a run tells the notebook that this knob exists.
+    """
+    if _board is None:
+        return default
+    if name not in _declared:
+        _declared.add(name)
+        emit("knob", {"name": name, "default": default})
+    return _board.read().get(name, default)
+
+
+def watch(model: torch.nn.Module, every: int = 10) -> None:
+    """Stream the gradient norm of each layer, after every `every`-th backward pass, as events of kind `gradients`.
+
+    Computing the norms takes about 0.2 ms for eight layers; in between it costs a counter.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}: give a whole number of backward passes, 1 or more")
+    layers: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(parameter)
+    if not layers:
+        raise ValueError("this model has no parameters that require a gradient: there is nothing to watch")
+    passes, pending = 0, False
+
+    def after_backward() -> None:
+        nonlocal passes, pending
+        pending = False
+        if passes % every == 0:
+            norms = {}
+            for layer, parameters in layers.items():
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                norms[layer] = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+            emit("gradients", {"step": passes, "norms": norms})
+        passes += 1
+
+    def on_gradient(_: torch.Tensor) -> None:
+        nonlocal pending
+        if not pending:  # the first gradient of this pass: be called again when the pass is over
+            pending = True
+            torch.autograd.Variable._execution_engine.queue_callback(after_backward)
+
+    for parameters in layers.values():
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(on_gradient)

@@ -1,0 +1,86 @@
+"""What workers print appears in the cell that called them, line by line, as `[rank 2] …`."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import sys
+import time
+from typing import Any
+
+BAR_SECONDS = 5.0  # a progress bar that is still being redrawn is shown this often
+_CURSOR = re.compile(r"\x1b\[\d*[A-HJKSTf]")  # moves of the cursor: they would garble the other ranks' lines
+
+
+class LineReader:
+    """The reading end of a worker's stdout or stderr: cuts the stream into lines.
+
+    A carriage return starts the line again, as on a terminal, so a progress bar comes out as its last state.
+    """
+
+    def __init__(self, rank: int, file: int) -> None:
+        self.rank, self.file = rank, file
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._line = ""
+        self._bar_shown = time.monotonic()
+        os.set_blocking(file, False)
+
+    def read(self) -> tuple[list[str], bool]:
+        """The complete lines that have come in, and whether the stream goes on."""
+        lines: list[str] = []
+        while True:
+            try:
+                data = os.read(self.file, 1 << 16)
+            except BlockingIOError:
+                return lines, True
+            if not data:
+                return lines + self.flush(), False
+            lines += self._feed(self._decode(data))
+            if len(lines) > 1000:  # let the other ranks have a turn
+                return lines, True
+
+    def flush(self) -> list[str]:
+        """The last line, if it has no end."""
+        line, self._line = self._shown(self._line), ""
+        return [line] if line else []
+
+    def _feed(self, text: str) -> list[str]:
+        *complete, self._line = (self._line + text).split("\n")
+        lines = [self._shown(line) for line in complete]
+        if "\r" in self._line:
+            self._line = "\r" + self._shown(self._line) + ("\r" if self._line.endswith("\r") else "")
+            if time.monotonic() - self._bar_shown > BAR_SECONDS:
+                self._bar_shown = time.monotonic()
+                lines.append(self._shown(self._line))
+        return lines
+
+    @staticmethod
+    def _shown(line: str) -> str:
+        return _CURSOR.sub("", line).rstrip("\r").rsplit("\r", 1)[-1].rstrip()
+
+
+class Cell:
+    """The notebook cell (or the terminal) in which a run was started: where its workers' lines belong."""
+
+    def __init__(self) -> None:
+        self._shell: Any = None
+        if "ipykernel" in sys.modules:
+            from IPython.core.getipython import get_ipython
+
+            shell: Any = get_ipython()
+            if hasattr(shell, "set_thread_parent"):
+                self._shell, self._parent = shell, shell.get_parent()
+
+    def claim_thread(self) -> None:
+        """From now on, what the calling thread prints goes to this cell."""
+        if self._shell is not None:
+            self._shell.set_thread_parent(self._parent)
+
+
+def show(lines: list[tuple[int, str]], error: bool) -> None:
+    """Print lines of (rank, text)."""
+    if lines:
+        stream = sys.stderr if error else sys.stdout
+        stream.write("".join(f"[rank {rank}] {text}\n" for rank, text in lines))
+        stream.flush()

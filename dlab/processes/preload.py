@@ -1,0 +1,31 @@
+"""What the fork server does once, so that no worker has to: promise to go with its parent, and import torch."""
+
+import atexit
+import os
+import shutil
+import signal
+from types import FrameType
+
+from dlab.processes import lifeline
+
+_directory = os.environ.pop("DLAB_SESSION", "")
+
+
+def _remove_directory() -> None:
+    shutil.rmtree(_directory, ignore_errors=True)
+
+
+def _leave(*_: int | FrameType | None) -> None:
+    """The parent is gone: remove its directory and go; the system kills each worker when we are gone."""
+    _remove_directory()
+    os._exit(0)
+
+
+if _directory:
+    signal.signal(signal.SIGTERM, _leave)
+    lifeline.signal_on_parent_death(signal.SIGTERM)
+    atexit.register(_remove_directory)  # forked workers leave by os._exit and do not run this
+
+# only now, because it takes seconds, in which the parent may die
+import dlab.processes.compiler  # noqa: E402, F401
+import dlab.processes.handle  # noqa: E402, F401  (a worker's modules, loaded before any worker is forked)

@@ -1,0 +1,156 @@
+"""A run: one function on all ranks of a cluster, and the handles on it while it goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlab.events import Event, save_events
+from dlab.processes.errors import WorkerError, WorkerTimeout, name_ranks
+from dlab.processes.stacks import Where
+
+if TYPE_CHECKING:
+    from dlab.processes.cluster import Cluster
+
+
+class Run:
+    """What `cluster.start(fn)` gives: the function runs, the notebook stays free.
+
+    `wait()` gives the results by rank. In between: `pause`, `resume`, `stop`, `kill(rank)`, `delay(rank, seconds)`,
+    `set(knob, value)`, and `events`, what the workers have logged so far.
+    """
+
+    def __init__(self, cluster: Cluster, number: int, name: str) -> None:
+        self._cluster = cluster  # a cluster closes itself when nobody holds it: a run does
+        self._supervisor = cluster._supervisor
+        self.number, self.name = number, name
+        self.ranks = cluster.workers
+        self.started = time.time()
+        self.ended: float | None = None
+        self.knobs: dict[str, Any] = {}
+        self.paused = False
+        self._done = threading.Event()
+        self._results: list[Any] = [None] * self.ranks
+        self._error: WorkerError | None = None
+        self._stopped = False
+        self._events: list[Event] = []
+        self._events_lock = threading.Lock()
+
+    # --- waiting
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """The results by rank, when all ranks have returned.
+
+        Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
+        Interrupting the kernel while it waits stops the run. After `stop()`, the ranks that had not returned give
+        None.
+        """
+        return self._wait(timeout, then_stop=False)
+
+    def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
+        try:
+            finished = self._done.wait(timeout)
+        except KeyboardInterrupt:
+            self._on_interrupt()
+            raise
+        if not finished:
+            error = self._timeout_error(timeout or 0.0, "" if then_stop else "; it goes on: run.stop() ends it")
+            if then_stop:
+                self.stop()
+            raise error
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def _on_interrupt(self) -> None:
+        """Say where everybody was, then stop them."""
+        places = self._supervisor.where(self)
+        self.stop()
+        self._done.wait()
+        if places:
+            print(f"{self.name} was stopped; " + _tell(places))
+
+    def _timeout_error(self, timeout: float, rest: str) -> WorkerTimeout:
+        places = self._supervisor.where(self)
+        # whoever is not waiting in a collective is probably the one the others wait for
+        ranks = sorted(places, key=lambda rank: (places[rank].collective is not None, rank)) or [0]
+        waiting = [rank for rank in ranks if places.get(rank) and places[rank].collective]
+        busy = [rank for rank in ranks if rank not in waiting]
+        message = f"{name_ranks(sorted(ranks))} did not finish {self.name} within {timeout:g} s{rest}"
+        if waiting and busy:
+            message += f"; {name_ranks(waiting)} waited for {name_ranks(busy)}"
+        return WorkerTimeout(message, ranks, _tell(places))
+
+    @property
+    def done(self) -> bool:
+        """Has it ended, in whatever way?"""
+        return self._done.is_set()
+
+    @property
+    def state(self) -> str:
+        """running, paused, finished, failed or stopped."""
+        if not self.done:
+            return "paused" if self.paused else "running"
+        if self._error is not None:
+            return "failed"
+        return "stopped" if self._stopped else "finished"
+
+    # --- disturbing
+
+    def stop(self) -> None:
+        """End the function on every rank, within a second; the cluster stays usable. A run that has ended stays so."""
+        if not self.done:
+            self._supervisor.stop(self)
+            self._done.wait()
+
+    def pause(self) -> None:
+        """Freeze every rank where it is, until `resume()`."""
+        self._supervisor.pause(self, True)
+
+    def resume(self) -> None:
+        """Go on after `pause()`."""
+        self._supervisor.pause(self, False)
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of one rank, as a crash would."""
+        self._check(rank)
+        self._supervisor.kill(self, rank)
+
+    def delay(self, rank: int, seconds: float) -> None:
+        """Make a rank sleep this long at each `dlab.log`: a straggler. 0 ends it."""
+        self._check(rank)
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"a delay of {seconds} s is not possible: give a number of seconds, 0 or more")
+        self._supervisor.delay(self, rank, seconds)
+
+    def set(self, name: str, value: Any) -> None:
+        """Turn a knob: `dlab.knob(name, default)` in the workers gives this value from now on."""
+        if not isinstance(name, str):
+            raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
+        self._supervisor.set_knobs(self, {**self.knobs, name: value})
+
+    def _check(self, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.ranks:
+            raise IndexError(f"there is no rank {rank}: this run has ranks 0 to {self.ranks - 1}")
+
+    # --- looking
+
+    @property
+    def events(self) -> list[Event]:
+        """What the workers have told so far, each rank's in order."""
+        self._supervisor.drain(self)
+        with self._events_lock:
+            return list(self._events)
+
+    def save(self, path: str | Path) -> None:
+        """Write the events as JSON lines; `dlab.load_events(path)` reads them."""
+        save_events(self.events, path)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name} on {self.ranks} workers: {self.state}, {len(self.events)} events>"
+
+
+def _tell(places: dict[int, Where]) -> str:
+    return "\n".join(f"rank {rank}: {where.sentence}" for rank, where in sorted(places.items()))

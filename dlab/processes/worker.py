@@ -1,0 +1,186 @@
+"""Inside a worker: wait for a function, run it with torch.distributed ready, send back what it returned or raised."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlab.processes import inside, lifeline, wire
+from dlab.processes.board import Board
+from dlab.processes.errors import Report, Stopped
+
+# what the parent says
+JOIN, TASK = 1, 2
+# what a worker says
+READY, RESULT, FAILURE = 3, 4, 5
+LEFT = 6  # a result, of a function that has destroyed the process group, as scripts do at their end
+
+STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
+
+namespace: dict[str, Any] = {"__name__": "__workers__", "__builtins__": __builtins__}  # what %%workers cells define
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place in its cluster."""
+
+    rank: int
+    ranks: int
+    backend: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """The notebook's working directory and import path. To unpickle it is to go there: pickled before a function,
+    it makes sure that the function's modules are found."""
+
+    directory: str
+    path: list[str]
+
+    def __reduce__(self) -> tuple[Callable[[str, list[str]], None], tuple[str, list[str]]]:
+        return _go_to, (self.directory, self.path)
+
+
+def _go_to(directory: str, path: list[str]) -> None:
+    if os.getcwd() != directory:
+        os.chdir(directory)
+    sys.path[:] = path
+
+
+def run_cell(source: str, filename: str) -> Any:
+    """Run the body of a `%%workers` cell in the namespace that lasts; gives the value of its last expression."""
+    body = ast.parse(source, filename)
+    last = body.body[-1] if body.body else None
+    if not isinstance(last, ast.Expr):
+        return exec(compile(body, filename, "exec"), namespace)
+    body.body.pop()
+    exec(compile(body, filename, "exec"), namespace)
+    return eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
+
+
+def main(channel: socket.socket) -> None:
+    """A worker's life: sit down, then serve until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole process group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    lifeline.die_with_parent()
+    _, files, _, _ = socket.recv_fds(channel, 1, 4)
+    if len(files) < 4:
+        return  # the parent has gone
+    _redirect(files[0], files[1])
+    faulthandler.register(WHERE, file=files[2], all_threads=False)
+    greeting = wire.receive(channel)
+    if greeting is None:
+        return
+    seat: Seat = greeting.load(private=True)
+    Worker(seat, channel, Board(seat.ranks, files[3])).serve()
+
+
+def _redirect(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    # they live as long as the process; those that the fork server left may believe that they write to a file
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, seat: Seat, channel: socket.socket, board: Board) -> None:
+        self.seat, self.channel, self.board = seat, channel, board
+        self.running = False
+        self.group: dist.ProcessGroup | None = None
+        torch.set_num_threads(seat.threads)
+        self.device = torch.device("cpu")
+        if seat.backend == "nccl":
+            self.device = torch.device("cuda", seat.rank)
+            torch.cuda.set_device(self.device)
+        inside.enter(board, seat.rank, self.device)
+        signal.signal(STOP, self._on_stop)
+
+    def serve(self) -> None:
+        """Answer messages one after another. A function in flight is interrupted by a signal, not by a message."""
+        while (message := wire.receive(self.channel)) is not None:
+            if message.tag == JOIN:
+                self._answer(message.number, READY, lambda: self._join(*message.load(private=True)))
+            else:
+                self._answer(message.number, RESULT, lambda: self._perform(*message.load(private=True)))
+
+    def _answer(self, number: int, tag: int, work: Callable[[], Any]) -> None:
+        try:
+            try:
+                self.running = tag == RESULT
+                value = work()
+            finally:
+                self.running = False
+            if dist.group.WORLD is not self.group:
+                tag = LEFT
+            answer = self._pack(tag, number, value)
+        except BaseException as problem:  # SystemExit, too: the worker stays
+            self._flush()
+            with wire.Message(FAILURE, number, Report.of(problem)) as answer:
+                answer.send(self.channel)
+            # hang up on the other ranks: whoever waits for us in a collective comes back at once
+            self._leave()
+            return
+        self._flush()
+        with answer:
+            answer.send(self.channel)
+
+    def _perform(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside.begin()
+        return function(*args, **kwargs)
+
+    def _pack(self, tag: int, number: int, value: Any) -> wire.Message:
+        try:
+            return wire.Message(tag, number, value)
+        except Exception as problem:
+            raise TypeError(
+                f"the result, a {type(value).__name__}, cannot be sent back ({problem}): "
+                "return tensors, numbers, or objects made of these"
+            ) from None
+
+    def _join(self, path: str, timeout: float | None) -> None:
+        """Form the process group anew. The file is private to this cluster and to this group."""
+        self._leave()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to a rank when it is first spoken to
+        dist.init_process_group(
+            self.seat.backend,
+            store=dist.FileStore(path, self.seat.ranks),
+            rank=self.seat.rank,
+            world_size=self.seat.ranks,
+            timeout=None if timeout is None else timedelta(seconds=timeout),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self.group = dist.group.WORLD
+
+    def _leave(self) -> None:
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):  # a broken group is what we want to be rid of
+                dist.destroy_process_group()
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.running:
+            raise Stopped("the run was stopped")
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
