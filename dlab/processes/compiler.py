@@ -2,7 +2,8 @@
 
 Every `optimizer.step()` tells the compiler to break its graph there, and for that imports it: 1.5 s in every worker.
 Until somebody needs more of it, a stand-in knows the three things that optimizers and process groups ask, all of
-which mean nothing before the first compilation. Any other question imports the real one, which then takes its place for good.
+which mean nothing before the first compilation. Any other question imports the real one, which then takes its place
+for good.
 """
 
 from __future__ import annotations

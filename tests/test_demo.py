@@ -1,0 +1,103 @@
+"""The tour's training: N workers equal one process on the same batches, and its exercise knows right from wrong."""
+
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import dlab
+from dlab.data import partition_dataset
+from dlab.demo import accuracy, average_gradients, check_one_message, main, train
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with dlab.Cluster(4) as cluster:
+        yield cluster
+
+
+def _train_in_one_process(ranks, steps):
+    torch.manual_seed(1234)
+    model = dlab.SimpleCNN()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    shards = [islice(partition_dataset(rank, ranks)[0], steps) for rank in range(ranks)]
+    for batches in zip(*shards, strict=True):
+        optimizer.zero_grad()
+        for images, labels in batches:
+            (F.cross_entropy(model(images), labels) / ranks).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+
+def test_four_workers_equal_one_process_and_each_other(cluster):
+    models = cluster.run(train, average_gradients, 5)
+    weights = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in models]
+    assert all(torch.equal(each, weights[0]) for each in weights)
+    assert torch.allclose(weights[0], _train_in_one_process(4, 5), atol=1e-6)
+
+
+def test_without_averaging_the_workers_drift_apart(cluster):
+    models = cluster.run(train, lambda model: None, 5)
+    assert not torch.equal(models[0].fc2.weight, models[1].fc2.weight)
+
+
+def test_accuracy_is_the_share_of_test_images_it_gets_right():
+    torch.manual_seed(0)
+    model = dlab.SimpleCNN()
+    test = dlab.mnist(train=False)
+    right = 0
+    with torch.no_grad():
+        for start in range(0, 10_000, 500):
+            images, labels = test[start : start + 500]
+            right += sum(int(scores.argmax() == label) for scores, label in zip(model(images), labels, strict=True))
+    assert accuracy(model) == pytest.approx(right / 10_000)
+
+
+def _solution_in_the_tour():
+    import nbformat  # here, because the workers import this module for its functions
+
+    notebook = nbformat.read(Path(__file__).parent.parent / "notebooks" / "00_tour.ipynb", 4)
+    (cell,) = [cell.source for cell in notebook.cells if "A solution" in cell.source]
+    scope = {"torch": torch, "dist": dist, "dlab": dlab}
+    exec(re.search(r"```python\n(.*?)```", cell, re.DOTALL)[1], scope)
+    return scope["my_average"]
+
+
+def _sum_only(model):
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    dist.all_reduce(flat)
+    for parameter, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        parameter.grad.copy_(part.view_as(parameter))
+
+
+def _broken(model):
+    raise ZeroDivisionError("oh")
+
+
+def test_the_exercise_accepts_the_solution_of_the_tour(cluster):
+    assert check_one_message(_solution_in_the_tour(), cluster).startswith("well done")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "hint"),
+    [
+        (average_gradients, "called 8 times"),
+        (lambda model: None, "should be 2.5 everywhere"),
+        (_sum_only, "should be 2.5 everywhere, the mean over the ranks, and is 10"),
+        (_broken, "ZeroDivisionError: oh"),
+    ],
+)
+def test_the_exercise_says_what_is_missing(cluster, attempt, hint):
+    answer = check_one_message(attempt, cluster)
+    assert answer.startswith("not yet: ") and hint in answer
+
+
+def test_the_demo_shows_a_progress_line_per_rank_and_what_came_out(capsys):
+    main(workers=2, steps=3)
+    shown = capsys.readouterr().out
+    assert re.search(r"rank 0 .*3/3", shown) and re.search(r"rank 1 .*3/3", shown)
+    assert "test accuracy" in shown and "equal to the last bit: True" in shown
