@@ -22,6 +22,9 @@ from dlab.processes.inside import device, knob, log, rank, world_size
 from dlab.processes.run import Run
 
 
+Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
+
+
 def average_gradients(model: torch.nn.Module) -> None:
     """Replace each gradient by its mean over the ranks: a sum over all, divided by their number."""
     for parameter in model.parameters():
@@ -30,8 +33,8 @@ def average_gradients(model: torch.nn.Module) -> None:
         parameter.grad /= world_size()
 
 
-def train(average: Callable[[torch.nn.Module], None], steps: int, seed: int = 1234) -> torch.nn.Module:
-    """What every worker does: its own shard, its own batches, and the same step as all the others."""
+def train(average: Average, steps: int, seed: int = 1234) -> torch.nn.Module:
+    """What every worker does: its own shard, its own batches, the same step as all."""
     torch.manual_seed(seed)  # the same first weights on every rank
     batches, _ = partition_dataset(rank(), world_size(), seed=seed)
     model = SimpleCNN().to(device())
@@ -55,7 +58,7 @@ def accuracy(model: torch.nn.Module) -> float:
         return (model(images).argmax(dim=1) == labels).float().mean().item()
 
 
-def check_one_message(average: Callable[[torch.nn.Module], None], cluster: Cluster) -> str:
+def check_one_message(average: Average, cluster: Cluster) -> str:
     """The tour's exercise: gradients averaged with a single all-reduce. "well done …", or "not yet: …" and why."""
     try:
         problems = [problem for problem in cluster.run(_problem_of, average, timeout=60) if problem]
@@ -64,7 +67,7 @@ def check_one_message(average: Callable[[torch.nn.Module], None], cluster: Clust
     return f"not yet: {problems[0]}." if problems else "well done: the right mean, with one message instead of eight."
 
 
-def _problem_of(average: Callable[[torch.nn.Module], None]) -> str | None:
+def _problem_of(average: Average) -> str | None:
     model = SimpleCNN()
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, (rank() + 1.0) * (number + 1))

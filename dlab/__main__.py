@@ -1,0 +1,7 @@
+"""`python -m dlab …` is `dlab …`, for shells that do not have the script on their PATH."""
+
+import sys
+
+from dlab.cli import main
+
+sys.exit(main())

@@ -1,0 +1,210 @@
+"""The `dlab` command: `dlab lab` opens the notebooks, `dlab demo` and `dlab data` work without a browser.
+
+Nothing heavy is imported before a command needs it, so that `dlab --help` answers at once.
+The notebook that it opens is `notebooks/00_tour.ipynb`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dlab import __version__
+
+FIRST_NOTEBOOK = "00_tour.ipynb"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, as in `main(["lab", "--port", "8888"])`; what goes wrong is one line on stderr, exit code 1."""
+    arguments = vars(make_parser().parse_args(argv))
+    command = arguments.pop("command")
+    try:
+        command(**arguments)
+    except KeyboardInterrupt:
+        return 130  # what shells expect of a program that ended by Ctrl-C
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        print(f"dlab: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The grammar of the command line: one sub-command each for `lab`, `demo` and `data`."""
+    parser = argparse.ArgumentParser(prog="dlab", description="Learn distributed deep learning by running it.")
+    parser.add_argument("--version", action="version", version=f"dlab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    lab = commands.add_parser("lab", help=f"open JupyterLab on notebooks/{FIRST_NOTEBOOK}")
+    lab.add_argument("--port", type=port_number, help="the port to serve on (default: the first free one from 8888 on)")
+    lab.add_argument("--ip", help="the address to serve on (default: this machine only; 0.0.0.0 in a container)")
+    lab.add_argument("--no-open", dest="open_browser", action="store_false", help="print the address, open no browser")
+    lab.set_defaults(command=run_lab)
+
+    demo = commands.add_parser("demo", help="train in the terminal: a progress line per worker")
+    demo.add_argument("--workers", type=positive, help="how many worker processes train (default: 4)")
+    demo.add_argument("--steps", type=positive, help="how many steps each of them makes")
+    demo.set_defaults(command=run_demo)
+
+    data = commands.add_parser("data", help="say which data sets are here, or fetch them")
+    data.add_argument("--download", action="store_true", help="fetch from the usual mirrors what is not here")
+    data.add_argument("--to", type=Path, metavar="DIR", help="with --download: the folder to put it in")
+    data.set_defaults(command=run_data)
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------ lab
+
+
+def run_lab(port: int | None, ip: str | None, open_browser: bool) -> None:
+    """Serve the notebooks until Ctrl-C, and print the address as soon as the server answers.
+
+    The server is this very process, not a child of it: when it ends, however it ends, there is nobody to leave behind.
+    """
+    notebook = find_notebooks() / FIRST_NOTEBOOK
+    if port is not None:
+        refuse_taken(port, ip)
+
+    from jupyterlab.labapp import LabApp
+
+    # Terminals and `!dlab …` cells find the programs of this environment even when nobody activated it.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    # By the environment and not as an argument: everybody on the machine can read a process's arguments.
+    token_is_ours = os.environ.setdefault("JUPYTER_TOKEN", token := secrets.token_hex(24)) == token
+    server = LabApp.initialize_server(server_arguments(notebook, port, ip, open_browser))
+    if token_is_ours:
+        del os.environ["JUPYTER_TOKEN"]  # kernels and terminals have no need of it
+    server.web_app.settings["page_config_hook"] = without_announcements
+    # Callbacks run once the loop runs, and by then the port is open and requests are answered.
+    server.io_loop.add_callback(announce, address(server, notebook.name))
+    stop_on_signals(server)
+    server.start()
+
+
+def find_notebooks() -> Path:
+    """The folder `notebooks/` beside the package: there in a checkout, the way that dlab is meant to be used."""
+    notebooks = Path(__file__).resolve().parent.parent / "notebooks"
+    if not (notebooks / FIRST_NOTEBOOK).is_file():
+        raise FileNotFoundError(
+            f"there is no {notebooks / FIRST_NOTEBOOK}: clone the repository and run `make lab` in it"
+        )
+    return notebooks
+
+
+def server_arguments(notebook: Path, port: int | None, ip: str | None, open_browser: bool) -> list[str]:
+    """What `jupyter lab` is told; everything else, the user's own settings too, stays as it is."""
+    arguments = [
+        str(notebook),
+        f"--ServerApp.root_dir={notebook.parent}",
+        "--ServerApp.log_level=WARN",
+        "--LabApp.log_level=WARN",
+    ]
+    if port is not None:
+        arguments += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    if ip is not None:
+        arguments += [f"--ServerApp.ip={ip}"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        arguments += ["--allow-root"]  # in a container one often is
+    if not (open_browser and has_display()):
+        arguments += ["--no-browser"]
+    return arguments
+
+
+def has_display() -> bool:
+    """Whether a browser has somewhere to open; without a display Python would start a text browser in the terminal."""
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+
+
+def refuse_taken(port: int, ip: str | None) -> None:
+    """Raise one sentence if somebody listens on `port` already."""
+    for family, kind, protocol, _, where in socket.getaddrinfo(ip or "localhost", port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that just ended is not in the way
+            try:
+                probe.bind(where)
+            except OSError as error:
+                reason = f"port {port} is not free ({error.strerror})"
+                raise OSError(f"{reason}: name another one, or none to get one that is") from None
+
+
+def stop_on_signals(server: Any) -> None:
+    """Have Ctrl-C, `kill` and a closed terminal end the server, its kernels and its files.
+
+    Left to itself, Jupyter asks a question at Ctrl-C or, where nobody can answer, ends without clearing up.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):  # nohup was meant
+            signal.signal(number, lambda *_: server.stop(from_signal=True))
+
+
+def without_announcements(_handler: object, page: dict[str, Any]) -> dict[str, Any]:
+    """Switch off, for this server only, JupyterLab's question whether to fetch news; it would cover the tour."""
+    announcements = "@jupyterlab/apputils-extension:announcements"
+    return {**page, "disabledExtensions": [*page.get("disabledExtensions", []), announcements]}
+
+
+def address(server: Any, notebook: str) -> str:
+    """Where a browser finds the notebook, with the token that lets it in."""
+    everywhere = ("", "*", "0.0.0.0", "::", "127.0.0.1", "::1")
+    host = "localhost" if server.ip in everywhere else server.ip
+    scheme = "https" if server.certfile else "http"
+    token = server.identity_provider.token
+    return f"{scheme}://{host}:{server.port}{server.base_url}lab/tree/{notebook}" + (f"?token={token}" if token else "")
+
+
+def announce(url: str) -> None:
+    """Say where the notebooks are, in one line that stands out and that a script can read."""
+    print(f"dlab: {url}\ndlab: Ctrl-C ends it", flush=True)
+
+
+# ------------------------------------------------------------------------------------- demo and data
+
+
+def run_demo(workers: int | None, steps: int | None) -> None:
+    """Train in the terminal; what the user did not name is for the demo to choose."""
+    from dlab import demo
+
+    given = {"workers": workers, "steps": steps}
+    demo.main(**{name: value for name, value in given.items() if value is not None})
+
+
+def run_data(download: bool, to: Path | None) -> None:
+    """Print which data sets are here; with `download`, fetch them first."""
+    if to is not None and not download:
+        raise ValueError("--to says where --download puts the files: name both")
+
+    from dlab import data
+
+    if download:
+        data.download(to)
+    print(data.describe(to))
+    if to is not None:
+        print(f"To use it from there: export DLAB_DATA={to.resolve()}")
+
+
+# --------------------------------------------------------------------------------- kinds of arguments
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def port_number(text: str) -> int:
+    """An argument that names a port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 1 to 65535")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
