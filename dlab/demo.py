@@ -21,7 +21,6 @@ from dlab.processes.errors import WorkerError
 from dlab.processes.inside import device, knob, log, rank, world_size
 from dlab.processes.run import Run
 
-
 Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
 
 

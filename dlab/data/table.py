@@ -90,9 +90,10 @@ class Bars:
         return "".join(_BLOCKS[value * 7 // top] if value else "·" for value in self.values.values())
 
     def html(self) -> str:
-        # currentColor is the colour of the text, so that the bars read on a light and on a dark page alike.
+        # A plain colour that reads on light and dark pages: in a notebook that is not trusted yet, JupyterLab takes
+        # everything else (currentColor, variables) out.
         top = max(self.values.values(), default=0) or 1
-        style = "display:inline-block;vertical-align:bottom;width:0.5em;margin:0 1px;background:currentColor;height:"
+        style = "display:inline-block;vertical-align:bottom;width:0.5em;margin:0 1px;background-color:#3d85c6;height:"
         bars = "".join(
             f"<span title='{name}: {value}' style='{style}{1.5 * value / top:.2f}em'></span>"
             for name, value in self.values.items()
@@ -100,7 +101,7 @@ class Bars:
         text = ", ".join(f"{name}: {value}" for name, value in self.values.items())
         return (
             f"<span role='img' aria-label='samples per label: {text}' style='display:inline-block;white-space:nowrap;"
-            f"line-height:1;opacity:0.7;border-bottom:1px solid currentColor'>{bars}</span>"
+            f"line-height:1;border-bottom:1px solid #3d85c6'>{bars}</span>"
         )
 
 
