@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlab.processes import wire
+from dlab.processes import inside, wire
 from dlab.processes.run import Run
 from dlab.processes.supervisor import Supervisor
 from dlab.processes.worker import TASK, Place
@@ -36,6 +36,8 @@ class Cluster:
     def __init__(
         self, workers: int = 4, backend: str = "auto", threads: int | None = None, timeout: float | None = None
     ) -> None:
+        if inside.is_worker():
+            raise RuntimeError("a worker cannot have workers of its own: make the cluster in the notebook or script")
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"a cluster of {workers!r} workers is not possible: give a whole number, 1 or more")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
@@ -57,13 +59,30 @@ class Cluster:
         Raises `WorkerError` when a rank fails. After `timeout` seconds the run is stopped and `WorkerTimeout` names
         the ranks that did not finish and what they were in.
         """
-        return self.start(fn, *args, **kwargs)._wait(timeout, then_stop=True)
+        run = self._new_run(fn)
+        try:
+            self._launch(run, fn, args, kwargs)
+            return run._wait(timeout, then_stop=True)
+        except KeyboardInterrupt:  # also one that comes before we wait
+            run._on_interrupt()
+            raise
 
     def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
         """The same in the background: gives a `Run` at once."""
+        run = self._new_run(fn)
+        try:
+            self._launch(run, fn, args, kwargs)
+        except KeyboardInterrupt:  # nobody will hold it
+            run.stop()
+            raise
+        return run
+
+    def _new_run(self, fn: Callable[..., Any]) -> Run:
         if not callable(fn):
             raise TypeError(f"cluster.run and cluster.start take a function first, not {fn!r}: write run(fn, …)")
-        run = Run(self, next(_numbers), getattr(fn, "__name__", type(fn).__name__))
+        return Run(self, next(_numbers), getattr(fn, "__name__", type(fn).__name__))
+
+    def _launch(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             message = wire.Message(TASK, run.number, (Place(os.getcwd(), list(sys.path)), fn, args, kwargs))
         except Exception as problem:
@@ -73,12 +92,11 @@ class Cluster:
             ) from None
         with message:
             self._supervisor.launch(run, message)
-        return run
 
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""
-        return [worker.process.pid or 0 for worker in self._supervisor.workers]
+        return [worker.pid for worker in self._supervisor.workers]
 
     @property
     def closed(self) -> bool:

@@ -12,12 +12,13 @@ import io
 import os
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import forkserver, popen_forkserver, process, reduction, spawn, util
+from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def _session_directory() -> Path:
 
 def _start_server() -> None:
     os.environ[SESSION] = str(_directory)
+    resource_tracker.ensure_running()  # before the next line, which it would undo
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it: an interrupt is not for it
     try:
         _server.ensure_running()
     finally:

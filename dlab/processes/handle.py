@@ -19,6 +19,8 @@ from dlab.processes.worker import Seat, main
 class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  # type: ignore[misc]
     """A torch.multiprocessing process that comes from dlab's own server."""
 
+    _start_method = None  # inside, multiprocessing starts processes as it does in the notebook
+
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:
         return Popen(process_obj)
@@ -50,6 +52,7 @@ class Worker:
         self._closed = False
         try:
             self.process.start()
+            self.pid: int = self.process.pid  # known also when the process has gone
             with contextlib.suppress(OSError):  # it has died already: its sentinel tells
                 socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, board.file])
                 with wire.Message(0, 0, seat) as message:

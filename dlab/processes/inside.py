@@ -33,6 +33,11 @@ def begin() -> None:
     _declared.clear()
 
 
+def is_worker() -> bool:
+    """Are we inside a worker of a cluster?"""
+    return _board is not None
+
+
 def rank() -> int:
     """This process's rank; 0 where there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -51,12 +51,13 @@ class WorkersMagic(Magics):
     def run_on_workers(self, line: str, cell: str) -> ByRank | Run | None:
         """Run this cell on every worker; the value of its last line comes back by rank."""
         options = parse_argstring(self.run_on_workers, line)
-        self.workers = self.workers if options.workers is None else options.workers
-        targets = _ranks(options.targets, self.workers)
+        workers = self.workers if options.workers is None else options.workers
+        targets = _ranks(options.targets, workers)
         filename = f"<workers cell {next(_numbers)}>"
         # tracebacks are put together here, so this is where the cell's lines must be known
         linecache.cache[filename] = (len(cell), None, cell.splitlines(keepends=True), filename)
-        run = cluster(self.workers).start(_only_on(targets), cell, filename)
+        run = cluster(workers).start(_only_on(targets), cell, filename)
+        self.workers = workers
         if options.noblock:
             return run
         results = run.wait()

@@ -16,16 +16,19 @@ def _remove_directory() -> None:
 
 
 def _leave(*_: int | FrameType | None) -> None:
-    """The parent is gone: remove its directory and go; the system kills each worker when we are gone."""
+    """The parent is gone: end the workers, remove the directory and go; the system kills who is left."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
     _remove_directory()
     os._exit(0)
 
 
 if _directory:
+    os.setpgid(0, 0)  # Jupyter kills a kernel with its whole process group: somebody must stay to clear up
     signal.signal(signal.SIGTERM, _leave)
     lifeline.signal_on_parent_death(signal.SIGTERM)
     atexit.register(_remove_directory)  # forked workers leave by os._exit and do not run this
 
 # only now, because it takes seconds, in which the parent may die
-import dlab.processes.compiler  # noqa: E402, F401
+import dlab.processes.compiler  # noqa: E402
 import dlab.processes.handle  # noqa: E402, F401  (a worker's modules, loaded before any worker is forked)

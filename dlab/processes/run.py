@@ -47,35 +47,39 @@ class Run:
         Interrupting the kernel while it waits stops the run. After `stop()`, the ranks that had not returned give
         None.
         """
-        return self._wait(timeout, then_stop=False)
-
-    def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
         try:
-            finished = self._done.wait(timeout)
+            return self._wait(timeout, then_stop=False)
         except KeyboardInterrupt:
             self._on_interrupt()
             raise
-        if not finished:
-            error = self._timeout_error(timeout or 0.0, "" if then_stop else "; it goes on: run.stop() ends it")
-            if then_stop:
-                self.stop()
-            raise error
+
+    def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
+        if not self._done.wait(timeout):
+            places = self._supervisor.where(self)
+            if places:
+                if then_stop:
+                    self.stop()
+                raise self._timeout_error(
+                    places, timeout or 0.0, "" if then_stop else "; it goes on: run.stop() ends it"
+                )
+            self._done.wait()  # the last ranks came back just now
         if self._error is not None:
             raise self._error
         return self._results
 
     def _on_interrupt(self) -> None:
         """Say where everybody was, then stop them."""
-        places = self._supervisor.where(self)
-        self.stop()
-        self._done.wait()
+        places: dict[int, Where] = {}
+        try:
+            places = self._supervisor.where(self)
+        finally:  # also when it is interrupted again
+            self.stop()
         if places:
             print(f"{self.name} was stopped; " + _tell(places))
 
-    def _timeout_error(self, timeout: float, rest: str) -> WorkerTimeout:
-        places = self._supervisor.where(self)
+    def _timeout_error(self, places: dict[int, Where], timeout: float, rest: str) -> WorkerTimeout:
         # whoever is not waiting in a collective is probably the one the others wait for
-        ranks = sorted(places, key=lambda rank: (places[rank].collective is not None, rank)) or [0]
+        ranks = sorted(places, key=lambda rank: (places[rank].collective is not None, rank))
         waiting = [rank for rank in ranks if places.get(rank) and places[rank].collective]
         busy = [rank for rank in ranks if rank not in waiting]
         message = f"{name_ranks(sorted(ranks))} did not finish {self.name} within {timeout:g} s{rest}"
@@ -101,8 +105,7 @@ class Run:
 
     def stop(self) -> None:
         """End the function on every rank, within a second; the cluster stays usable. A run that has ended stays so."""
-        if not self.done:
-            self._supervisor.stop(self)
+        if not self.done and self._supervisor.stop(self):
             self._done.wait()
 
     def pause(self) -> None:
@@ -121,8 +124,8 @@ class Run:
     def delay(self, rank: int, seconds: float) -> None:
         """Make a rank sleep this long at each `dlab.log`: a straggler. 0 ends it."""
         self._check(rank)
-        if not 0 <= seconds < float("inf"):
-            raise ValueError(f"a delay of {seconds} s is not possible: give a number of seconds, 0 or more")
+        if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+            raise ValueError(f"a delay of {seconds!r} s is not possible: give a number of seconds, 0 or more")
         self._supervisor.delay(self, rank, seconds)
 
     def set(self, name: str, value: Any) -> None:

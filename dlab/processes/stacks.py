@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ANSWER_SECONDS = 0.3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
-_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__)})
+_LIBRARIES = tuple({"<frozen ", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__)})
 _WORKER = os.path.join(os.path.dirname(__file__), "worker.py")
 _COLLECTIVE = re.compile(r"torch[/\\]distributed[/\\]distributed_c10d\.py$")
 
@@ -54,7 +54,7 @@ def describe(stack: str | None, pid: int) -> Where:
     file, line, name = frames[own]
     code = linecache.getline(file, line).strip()
     place = f"line {line} of {name}" + (f": {code}" if code else "")
-    if inner:
+    if inner and not inner[0].startswith(("get_", "is_")):  # these wait for nobody
         return Where(inner[0], f"waiting in {inner[0]}, {place}")
     return Where(None, f"at {place}")
 

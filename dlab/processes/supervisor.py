@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 GRACE = 0.5  # seconds in which a stopped function may return before its process is killed
 GOSSIP = 0.2  # seconds to wait for the real culprit when a rank reports only that another one is gone
+FORM = {"gloo": 5.0, "nccl": 60.0}  # seconds to form a group; a rank that takes longer hangs in the one before
 EVENTS = 0.05  # seconds between two collections of events
 _numbers = count(1)
 STARTS = 3  # workers that die this often in a row before they are ready will not come up at all
@@ -62,6 +63,7 @@ class Supervisor(threading.Thread):
         self.workers: list[Worker] = []
         self.failed: str | None = None  # why the cluster cannot be used any more
         self._group = 0
+        self._form_by = 0.0
         self._rendezvous = directory() / f"cluster-{next(_numbers)}"
         self._all_ready = threading.Event()
         self._false_starts = 0
@@ -112,15 +114,15 @@ class Supervisor(threading.Thread):
 
         self._ask(begin)
 
-    def stop(self, run: Run) -> None:
-        """Interrupt every rank that has not returned."""
+    def stop(self, run: Run) -> bool:
+        """Interrupt every rank that has not returned. False if the run never began or has ended."""
 
         def begin() -> None:
             if self._flight is not None and self._flight.stop_at is None:
                 run._stopped = True
                 self._flight.stop_at = time.monotonic()
 
-        self._ask(lambda: self._during(run, begin))
+        return self._ask(lambda: self._during(run, begin))
 
     def pause(self, run: Run, paused: bool) -> None:
         """Freeze or thaw every rank that is still busy."""
@@ -157,7 +159,7 @@ class Supervisor(threading.Thread):
                 return {}
             busy = [worker for worker in self._busy() if worker.process.exitcode is None]
             files = {worker.rank: worker.stack for worker in busy}
-            return stacks.ask(files, {worker.rank: worker.process.pid or 0 for worker in busy}, WHERE)
+            return stacks.ask(files, {worker.rank: worker.pid for worker in busy}, WHERE)
 
         return self._ask(look)
 
@@ -184,6 +186,7 @@ class Supervisor(threading.Thread):
             while not self._closing:
                 for key, _ in self._selector.select(self._next_deadline()):
                     key.data()
+                self._look_after_group()
                 self._replace_lost()
                 self._answer_requests()
                 self._look_after_flight()
@@ -217,7 +220,8 @@ class Supervisor(threading.Thread):
         self._wake_r.recv(1 << 12)
 
     def _answer_requests(self) -> None:
-        while self._requests:
+        # a run begins on a group that stands, so that whatever goes wrong in it is the run's own
+        while self._requests and (self._flight is not None or self._has_formed() or self._closing):
             future, function = self._requests.popleft()
             try:
                 future.set_result(function())
@@ -226,13 +230,15 @@ class Supervisor(threading.Thread):
 
     def _next_deadline(self) -> float | None:
         if self._flight is None:
-            return None
+            return None if self._has_formed() else max(0.0, self._form_by - time.monotonic())
         times = [when for when in (self._flight.stop_at, self._flight.kill_at) if when is not None]
         return max(0.0, min([EVENTS, *(when - time.monotonic() for when in times)]))
 
-    def _during(self, run: Run, action: Callable[[], Any]) -> None:
-        if self._flight is not None and self._flight.run is run:
+    def _during(self, run: Run, action: Callable[[], Any]) -> bool:
+        in_flight = self._flight is not None and self._flight.run is run
+        if in_flight:
             action()
+        return in_flight
 
     def _busy(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.busy]
@@ -249,11 +255,24 @@ class Supervisor(threading.Thread):
             for reader in worker.readers:
                 self._selector.register(reader.file, selectors.EVENT_READ, self._on_output)
         self._group += 1
+        self._form_by = time.monotonic() + FORM[self.backend]
         rendezvous = f"{self._rendezvous}-group-{self._group}"
         with wire.Message(JOIN, self._group, (rendezvous, self.timeout)) as message:
             for worker in self.workers:
                 with contextlib.suppress(OSError):
                     message.send(worker.channel)
+
+    def _has_formed(self) -> bool:
+        return all(worker.ready == self._group for worker in self.workers)
+
+    def _look_after_group(self) -> None:
+        """Replace who does not join: it waits for a collective that nobody else takes part in."""
+        if self._flight is None and not self._has_formed() and time.monotonic() >= self._form_by:
+            self._lost |= {worker.rank for worker in self.workers if worker.ready != self._group}
+            self._false_starts += 1
+            if self._false_starts >= STARTS:
+                names = errors.name_ranks(sorted(self._lost))
+                self._give_up(f"{names} did not join the group in {FORM[self.backend]:g} s, again and again")
 
     def _forget(self, worker: Worker) -> None:
         for file in (worker.channel, worker.process.sentinel, *(reader.file for reader in worker.readers)):
@@ -291,8 +310,6 @@ class Supervisor(threading.Thread):
                 self._give_up(f"the workers could not form a group: {message.load(private=False).message}")
             message.close()
             return
-        worker.busy = False
-        flight.ended.add(worker.rank)
         flight.scattered |= message.tag in (FAILURE, LEFT)
         try:
             value = message.load(private=False)
@@ -300,12 +317,15 @@ class Supervisor(threading.Thread):
             value = Report.of(problem)
         if isinstance(value, Report):
             flight.reports[worker.rank] = value
-        else:
+        elif worker.rank not in flight.reports:
             flight.returned[worker.rank] = value
+        if message.tag != FAILURE:  # after which it still has to leave the group
+            worker.busy = False
+            flight.ended.add(worker.rank)
 
     def _on_ready(self, worker: Worker, group: int) -> None:
         worker.ready = group
-        if all(worker.ready == self._group for worker in self.workers):
+        if self._has_formed():
             self._false_starts = 0
             self._all_ready.set()
             self._remove_rendezvous(keep=group)

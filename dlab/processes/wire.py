@@ -30,6 +30,10 @@ def _typed_storage_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> torc
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def _new_type_of(storage: torch.UntypedStorage, *rest: Any) -> torch.Tensor:
+    return torch._utils._rebuild_tensor_v3(_typed_storage_of(storage, torch.uint8), *rest)
+
+
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle that hands a tensor's memory over as it lies, instead of writing it into the pickle.
 
@@ -39,7 +43,14 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.TypedStorage) and obj._untyped_storage.device.type == "cpu":
             return _typed_storage_of, (obj._untyped_storage, obj.dtype)
-        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu" and obj.nbytes():
+        if isinstance(obj, torch.Tensor):
+            rebuild, arguments, *state = obj.__reduce_ex__(5)
+            if rebuild is torch._utils._rebuild_tensor_v3:  # torch cannot unpickle its newer types: float8, uint16
+                rebuild = _new_type_of
+            return rebuild, arguments, *state
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            if not obj.nbytes():
+                return torch.UntypedStorage, (0,)
             memory: Any = torch.empty(0, dtype=torch.uint8).set_(obj).numpy()
             return _storage_of, (pickle.PickleBuffer(memory),)
         return super().reducer_override(obj)
@@ -104,8 +115,10 @@ class Received:
         if self._file is None:
             return pickle.loads(self._body)
         # Python's own mmap would hold the file open, and a kept result would cost a file handle
-        mapped = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file}", not private, self._size)
-        region = memoryview(torch.empty(0, dtype=torch.uint8).set_(mapped).numpy())
+        mapped: Any = torch.from_file(
+            f"/proc/self/fd/{self._file}", shared=not private, size=self._size, dtype=torch.uint8
+        ).numpy()
+        region = memoryview(mapped)
         self.close()
         (count,) = struct.unpack_from("<Q", region)
         lengths = struct.unpack_from(f"<{count}Q", region, 8)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ from dlab.processes.errors import Report, Stopped
 JOIN, TASK = 1, 2
 # what a worker says
 READY, RESULT, FAILURE = 3, 4, 5
-LEFT = 6  # a result, of a function that has destroyed the process group, as scripts do at their end
+LEFT = 6  # instead of a result, or after a failure: this rank is no longer in the process group
 
 STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
 
@@ -94,6 +95,10 @@ def _redirect(out: int, err: int) -> None:
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
+    _open_streams()
+
+
+def _open_streams() -> None:
     # they live as long as the process; those that the fork server left may believe that they write to a file
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -130,21 +135,27 @@ class Worker:
             finally:
                 self.running = False
             if dist.group.WORLD is not self.group:
-                tag = LEFT
+                tag = LEFT  # the function has destroyed it, as scripts do at their end
             answer = self._pack(tag, number, value)
         except BaseException as problem:  # SystemExit, too: the worker stays
             self._flush()
             with wire.Message(FAILURE, number, Report.of(problem)) as answer:
                 answer.send(self.channel)
-            # hang up on the other ranks: whoever waits for us in a collective comes back at once
-            self._leave()
+            traceback.clear_frames(problem.__traceback__)  # those of a collective hold the group
+        else:
+            self._flush()
+            with answer:
+                answer.send(self.channel)
             return
-        self._flush()
-        with answer:
+        # hang up on the other ranks: whoever waits for us in a collective comes back at once. It may take forever,
+        # if a collective that we have begun waits for another rank: then we are killed
+        self._leave()
+        with wire.Message(LEFT, number, None) as answer:
             answer.send(self.channel)
 
     def _perform(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.begin()
+        _open_streams()  # the function before may have replaced or closed them
         return function(*args, **kwargs)
 
     def _pack(self, tag: int, number: int, value: Any) -> wire.Message:
@@ -172,6 +183,7 @@ class Worker:
         self.group = dist.group.WORLD
 
     def _leave(self) -> None:
+        self.group = None  # connections close when nobody holds the group
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # a broken group is what we want to be rid of
                 dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""How to measure: contenders in turn, medians, a fresh process where it must be cold, and the machine by its name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def alternate(*contenders: Callable[[], float], rounds: int) -> list[list[float]]:
+    """Let each contender measure itself once per round, and give the samples of each.
+
+    Every second round goes backwards, A B B A: whatever slows the machine down for a while strikes both alike.
+
+    >>> alternate(lambda: 1.0, lambda: 2.0, rounds=3)
+    [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
+    """
+    samples: list[list[float]] = [[] for _ in contenders]
+    turn = list(zip(contenders, samples, strict=True))
+    for _ in range(rounds):
+        for contender, taken in turn:
+            taken.append(contender())
+        turn.reverse()
+    return samples
+
+
+def seconds(work: Callable[[], Any], repeats: int = 1) -> float:
+    """How long a call takes: the median of `repeats`."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+_FRESH = """
+import importlib, json, sys
+import torch, torch.distributed, torch.multiprocessing
+from dlab import Cluster
+module, function, arguments = sys.argv[1:]
+print(json.dumps(getattr(importlib.import_module(module), function)(*json.loads(arguments))))
+"""
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a module's function in a Python of its own, and give what it returns; both ways by JSON.
+
+    torch and dlab are imported there before the function begins, so what it times is not their import in that process.
+    """
+    command = [sys.executable, "-c", _FRESH, function.__module__, function.__name__, json.dumps(arguments)]
+    answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def megabytes(pid: int) -> float:
+    """The memory of a process, PSS: a page that several processes share counts in parts."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(re.findall(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)[0]) / 1024
+
+
+def machine() -> str:
+    """Where this was measured, and on what; the load is that of the last minute, before we began."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = [f"{package} {importlib.metadata.version(package)}" for package in ("torch", "torchvision", "dlab")]
+    return (
+        f"{_processor()}, {cores} cores, {memory:.1f} GB memory, {platform.system()} {platform.release()}; "
+        f"Python {platform.python_version()}, {', '.join(versions)}; {date.today()}, load {os.getloadavg()[0]:.2f}"
+    )
+
+
+def _processor() -> str:
+    names = re.findall(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()  # ARM has no such line

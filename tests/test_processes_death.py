@@ -1,0 +1,184 @@
+"""Nothing is left behind: not when the kernel is killed, whatever the workers are doing, and not by a script."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from kernels import Kernel, eventually, seconds_until_gone
+
+PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for `import trouble`
+
+
+def left_in(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir() if entry.name.startswith(("dlab-", "pymp-", "torch_"))]
+
+
+def expect_nothing_left(family, directory: Path, what: str) -> None:
+    seconds = seconds_until_gone(family)
+    print(f"{what}: all gone after {seconds:.2f} s (promised: 1 s)")
+    assert seconds < 3
+    eventually(lambda: not left_in(directory), seconds=3)
+
+
+# ------------------------------------------------------------------------------------- the kernel is killed
+
+
+def test_when_the_kernel_dies_its_workers_are_gone_within_a_second_whatever_they_are_doing(tmp_path):
+    with Kernel(TMPDIR=str(tmp_path), PYTHONPATH=PATH) as kernel:
+        cell = kernel.run(
+            "import os, time, torch, dlab, trouble\n"
+            "import torch.distributed as dist\n"
+            "def work():\n"
+            "    open(os.path.join(os.environ['TMPDIR'], f'begun-{dlab.rank()}'), 'w').close()\n"
+            "    if dlab.rank() == 0: dist.recv(torch.zeros(1), src=1)\n"
+            "    if dlab.rank() == 1: trouble.hang_in_c()\n"
+            "    if dlab.rank() == 2: trouble.be_stopped()\n"
+            "    if dlab.rank() == 3: trouble.swallow_exceptions()\n"
+            "    while True: pass\n"
+            "cluster, paused, idle = dlab.Cluster(5), dlab.Cluster(2), dlab.Cluster(1)\n"
+            "run = cluster.start(work)\n"
+            "frozen = paused.start(lambda: time.sleep(1000))\n"
+            "frozen.pause()"
+        )
+        assert cell.error is None, cell.traceback
+        eventually(lambda: len(list(tmp_path.glob("begun-*"))) == 5)
+        family = kernel.process.children(recursive=True)
+        assert len(family) >= 1 + 5 + 2 + 1, "the fork server and all workers"
+        assert len(left_in(tmp_path)) == 1
+        kernel.kill()
+        expect_nothing_left(family, tmp_path, "a killed kernel")
+
+
+@pytest.mark.parametrize("moment", ["while the fork server starts", "while the workers start"])
+def test_a_kernel_killed_while_its_first_cluster_starts_leaves_nothing(tmp_path, moment):
+    with Kernel(TMPDIR=str(tmp_path)) as kernel:
+        kernel.submit("import dlab\ncluster = dlab.Cluster(4)\nprint('up')")
+        if moment == "while the fork server starts":
+            eventually(lambda: left_in(tmp_path), seconds=60)
+            time.sleep(0.05)
+        else:
+            eventually(lambda: len(kernel.process.children(recursive=True)) >= 4, seconds=60)
+        family = kernel.process.children(recursive=True)
+        kernel.kill()
+        expect_nothing_left(family, tmp_path, f"a kernel killed {moment}")
+
+
+def test_a_kernel_killed_with_its_whole_process_group_leaves_nothing(tmp_path):
+    """As the server does it when somebody restarts a kernel that does not answer."""
+    with Kernel(TMPDIR=str(tmp_path)) as kernel:
+        cell = kernel.run("import dlab, time\nrun = dlab.cluster(2).start(lambda: time.sleep(1000))")
+        assert cell.error is None, cell.traceback
+        family = kernel.process.children(recursive=True)
+        kernel.close()
+        expect_nothing_left(family, tmp_path, "a restarted kernel")
+
+
+# ------------------------------------------------------------------------------------- scripts
+
+
+def run_script(tmp_path: Path, text: str, end: signal.Signals | None = None) -> subprocess.CompletedProcess:
+    """Run a script as `python script.py`; afterwards nothing of it is left."""
+    script, home = tmp_path / "script.py", tmp_path / "tmp"
+    script.write_text(textwrap.dedent(text))
+    home.mkdir()
+    environment = {**os.environ, "TMPDIR": str(home), "PYTHONPATH": PATH}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    family = []
+    if end is not None:
+        assert process.stdout.readline() == "ready\n"
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3
+        process.send_signal(end)
+    out, err = process.communicate(timeout=60)
+    family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
+    expect_nothing_left(family, home, "a script")
+    assert os.listdir(home) == []
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_a_script_without_a_main_guard_works_and_nothing_forks_it(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import os
+        forks = []
+        os.register_at_fork(before=lambda: forks.append(1))
+        import dlab, torch, tqdm
+        import torch.distributed as dist
+
+        print("loaded")
+        scale = 10
+
+        def work(x):
+            for _ in tqdm.tqdm(range(3), disable=dlab.rank() > 0):
+                dist.all_reduce(x)
+            return scale * x.sum().item()
+
+        with dlab.Cluster(2) as cluster:
+            print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+            print(cluster.run(work, torch.ones(50_000)))
+        print("forks", len(forks))
+        """,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[0] == "loaded"
+    assert lines.count("loaded") == 1, "no worker imports the script"
+    assert lines[3:] == ["[4000000.0, 4000000.0]", "forks 0"]
+    assert [line for line in done.stderr.splitlines() if not line.startswith("[rank 0] 100%|")] == []
+
+
+def test_a_script_that_never_closes_its_cluster_ends_by_itself(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import dlab, time
+        cluster = dlab.Cluster(2)
+        print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+        run = cluster.start(lambda: time.sleep(1000))
+        """,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_script_that_fails_shows_the_workers_traceback_and_exits_with_1(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import dlab
+
+        def work():
+            return 1 / dlab.rank()  # rank 0 fails
+
+        cluster = dlab.Cluster(2)
+        print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+        cluster.run(work)
+        """,
+    )
+    assert done.returncode == 1
+    assert "WorkerError: rank 0 failed: ZeroDivisionError: division by zero" in done.stderr
+    assert "return 1 / dlab.rank()  # rank 0 fails" in done.stderr
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
+def test_a_script_that_is_killed_leaves_nothing(tmp_path, end):
+    done = run_script(
+        tmp_path,
+        """
+        import dlab, trouble
+        cluster = dlab.Cluster(2)
+        run = cluster.start(trouble.swallow_exceptions)
+        print("ready", flush=True)
+        run.wait()
+        """,
+        end,
+    )
+    assert done.returncode == -end

@@ -1,0 +1,138 @@
+"""What is not possible is refused in one sentence that says what to do, and no rank hangs afterwards."""
+
+import re
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+import dlab
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with dlab.Cluster(4) as cluster:
+        yield cluster
+
+
+def is_one_sentence(text: str) -> bool:
+    return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
+
+
+# ------------------------------------------------------------------------------------- clusters and functions
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.0, "4", None])
+def test_an_impossible_number_of_workers_is_refused(workers):
+    with pytest.raises(ValueError, match="workers is not possible: give a whole number, 1 or more") as error:
+        dlab.Cluster(workers)
+    assert is_one_sentence(str(error.value))
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="there is no backend 'tcp': use 'auto', 'gloo' or 'nccl'") as error:
+        dlab.Cluster(2, backend="tcp")
+    assert is_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("threads", [0, -2, 1.5])
+def test_an_impossible_number_of_threads_is_refused(threads):
+    with pytest.raises(ValueError, match=r"threads") as error:
+        dlab.Cluster(1, threads=threads)
+    assert is_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("how", ["run", "start"])
+def test_what_is_not_a_function_is_refused(cluster, how):
+    with pytest.raises(TypeError, match=r"take a function first, not 3: write run\(fn, …\)") as error:
+        getattr(cluster, how)(3)
+    assert is_one_sentence(str(error.value))
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_an_argument_that_cannot_be_sent_is_refused_and_no_rank_hangs(cluster, tmp_path):
+    with (
+        (tmp_path / "file").open("w") as file,
+        pytest.raises(TypeError, match="cannot be sent to the workers") as error,
+    ):
+        cluster.run(lambda f: f.name, file)
+    assert is_one_sentence(str(error.value))
+    assert "made inside the function" in str(error.value)
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_a_result_that_cannot_be_sent_is_named_with_its_rank_and_no_rank_hangs(cluster):
+    def generator_on_rank_2():
+        dist.barrier()
+        return (i for i in range(3)) if dlab.rank() == 2 else 0
+
+    with pytest.raises(
+        dlab.WorkerError, match="rank 2 failed: TypeError: the result, a generator, cannot be sent"
+    ) as error:
+        cluster.run(generator_on_rank_2)
+    assert error.value.rank == 2
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_a_result_that_cannot_be_read_here_is_named_with_its_rank(cluster):
+    def unreadable():
+        class Trap:
+            def __reduce__(self):
+                return int, ("not a number",)
+
+        return Trap() if dlab.rank() == 3 else 0
+
+    with pytest.raises(dlab.WorkerError, match=r"rank 3 .*invalid literal for int") as error:
+        cluster.run(unreadable)
+    assert error.value.rank == 3
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_a_cluster_inside_a_worker_is_refused_and_does_not_hang(cluster):
+    with pytest.raises(dlab.WorkerError, match="a worker cannot have workers of its own: make the cluster"):
+        cluster.run(lambda: dlab.Cluster(1), timeout=30)
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------- runs
+
+
+def steps():
+    while not dlab.knob("enough"):
+        time.sleep(0.005)
+    return "done"
+
+
+@pytest.mark.parametrize(
+    ("disturb", "kind", "sentence"),
+    [
+        (lambda run: run.kill(9), IndexError, "there is no rank 9: this run has ranks 0 to 3"),
+        (lambda run: run.kill(-1), IndexError, "there is no rank -1"),
+        (lambda run: run.kill("0"), IndexError, "there is no rank"),
+        (lambda run: run.delay(4, 0.1), IndexError, "there is no rank 4"),
+        (
+            lambda run: run.delay(0, -1),
+            ValueError,
+            "a delay of -1 s is not possible: give a number of seconds, 0 or more",
+        ),
+        (lambda run: run.delay(0, float("nan")), ValueError, "a delay of nan s is not possible"),
+        (lambda run: run.delay(0, "1"), ValueError, "a delay of '1' s is not possible"),
+        (lambda run: run.set(3, 1.0), TypeError, "a knob's name is a string, as in run.set"),
+        (lambda run: run.set("lr", object()), TypeError, "a knob must be a number, a string"),
+        (lambda run: run.set("lr", torch.ones(1)), TypeError, "a knob must be a number, a string"),
+        (lambda run: run.set("text", "x" * 100_000), ValueError, "there is room for"),
+    ],
+)
+def test_what_is_not_possible_is_refused_in_one_sentence_and_the_run_goes_on(cluster, disturb, kind, sentence):
+    run = cluster.start(steps)
+    with pytest.raises(kind, match=sentence) as error:
+        disturb(run)
+    assert is_one_sentence(str(error.value))
+    assert not run.done
+    run.set("enough", True)
+    assert run.wait(30) == ["done"] * 4
