@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 BAR_SECONDS = 5.0  # a progress bar that is still being redrawn is shown this often
@@ -98,6 +99,26 @@ class Cell:
         """From now on, what the calling thread prints goes to this cell."""
         if self._shell is not None:
             self._shell.set_thread_parent(self._parent)
+
+
+def relay(readers: Sequence[tuple[LineReader, LineReader]], to_the_end: bool = False) -> list[LineReader]:
+    """Print what has come in, by rank, stdout before stderr; gives the readers that have ended.
+
+    What was written earlier is never shown later than what followed it.
+    """
+    ended = []
+    for error in (False, True):
+        lines = []
+        for pair in readers:
+            reader = pair[error]
+            texts, open_ = reader.read()
+            if to_the_end:
+                texts += reader.flush()
+            if not open_:
+                ended.append(reader)
+            lines += [(reader.rank, text) for text in texts]
+        show(lines, error)
+    return ended
 
 
 def show(lines: list[tuple[int, str]], error: bool) -> None:

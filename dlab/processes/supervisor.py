@@ -1,7 +1,7 @@
 """The one thread that starts, watches, stops and replaces the workers of a cluster.
 
-Everything it knows changes in this thread only; others ask it by `_ask` and wait. It sleeps until a worker answers,
-prints or dies, or somebody asks; while a run goes on it also wakes to collect events.
+Everything it knows changes in this thread only; others ask it through its inbox and wait. It sleeps until a worker
+answers, prints or dies, or somebody asks; while a run goes on it also wakes to collect events.
 """
 
 from __future__ import annotations
@@ -10,47 +10,27 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from dlab.events import Event
 from dlab.processes import errors, output, stacks, wire
 from dlab.processes.board import Board
 from dlab.processes.errors import Report
+from dlab.processes.flight import Flight
 from dlab.processes.forkserver import directory
 from dlab.processes.handle import Worker
+from dlab.processes.inbox import Inbox
 from dlab.processes.run import Run
-from dlab.processes.worker import FAILURE, JOIN, LEFT, READY, STOP, WHERE, Seat
+from dlab.processes.worker import FAILURE, JOIN, READY, WHERE, Seat
 
-T = TypeVar("T")
-
-GRACE = 0.5  # seconds in which a stopped function may return before its process is killed
-GOSSIP = 0.2  # seconds to wait for the real culprit when a rank reports only that another one is gone
-FORM = {"gloo": 5.0, "nccl": 60.0}  # seconds to form a group; a rank that takes longer hangs in the one before
+FORM = {"gloo": 20.0, "nccl": 60.0}  # seconds to form a group; a rank that takes longer hangs in the one before
 EVENTS = 0.05  # seconds between two collections of events
-_numbers = count(1)
 STARTS = 3  # workers that die this often in a row before they are ready will not come up at all
-
-
-@dataclass
-class Flight:
-    """The run in progress: who has come back, and with what."""
-
-    run: Run
-    returned: dict[int, Any] = field(default_factory=dict)
-    reports: dict[int, Report] = field(default_factory=dict)
-    deaths: dict[int, tuple[float, int | None]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    scattered: bool = False  # has a rank left the process group?
-    stop_at: float | None = None  # when to interrupt the rest
-    kill_at: float | None = None  # when to kill who did not react
+_numbers = count(1)
 
 
 class Supervisor(threading.Thread):
@@ -68,22 +48,12 @@ class Supervisor(threading.Thread):
         self._all_ready = threading.Event()
         self._false_starts = 0
         self._flight: Flight | None = None
-        self._requests: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._wake_r, self._wake_w = socket.socketpair()
+        self._inbox = Inbox()
         self._selector = selectors.DefaultSelector()
         self._closing = False
         self._lost: set[int] = set()  # ranks to be replaced between runs
 
     # --- asked by other threads
-
-    def _ask(self, function: Callable[[], T]) -> T:
-        future: Future[T] = Future()
-        self._requests.append((future, function))
-        try:
-            self._wake_w.send(b"!")
-        except OSError:
-            raise RuntimeError("this cluster is closed: make a new one with dlab.Cluster(…)") from None
-        return future.result()
 
     def wait_until_ready(self) -> None:
         """Block until every worker has joined the first group."""
@@ -112,7 +82,7 @@ class Supervisor(threading.Thread):
                     message.send(worker.channel)
                 worker.busy = True
 
-        self._ask(begin)
+        self._inbox.ask(begin)
 
     def stop(self, run: Run) -> bool:
         """Interrupt every rank that has not returned. False if the run never began or has ended."""
@@ -122,7 +92,7 @@ class Supervisor(threading.Thread):
                 run._stopped = True
                 self._flight.stop_at = time.monotonic()
 
-        return self._ask(lambda: self._during(run, begin))
+        return self._inbox.ask(lambda: self._during(run, begin))
 
     def pause(self, run: Run, paused: bool) -> None:
         """Freeze or thaw every rank that is still busy."""
@@ -132,15 +102,15 @@ class Supervisor(threading.Thread):
             for worker in self._busy():
                 worker.process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
-        self._ask(lambda: self._during(run, signal_all))
+        self._inbox.ask(lambda: self._during(run, signal_all))
 
     def kill(self, run: Run, rank: int) -> None:
         """Kill one rank of a run that goes on."""
-        self._ask(lambda: self._during(run, lambda: self.workers[rank].process.send_signal(signal.SIGKILL)))
+        self._inbox.ask(lambda: self._during(run, lambda: self.workers[rank].process.send_signal(signal.SIGKILL)))
 
     def delay(self, run: Run, rank: int, seconds: float) -> None:
         """Set the delay of one rank."""
-        self._ask(lambda: self._during(run, lambda: self.board.delays.__setitem__(rank, float(seconds))))
+        self._inbox.ask(lambda: self._during(run, lambda: self.board.delays.__setitem__(rank, float(seconds))))
 
     def set_knobs(self, run: Run, knobs: dict[str, Any]) -> None:
         """Replace the run's knobs."""
@@ -149,7 +119,7 @@ class Supervisor(threading.Thread):
             self.board.write(knobs)
             run.knobs = knobs
 
-        self._ask(lambda: self._during(run, write))
+        self._inbox.ask(lambda: self._during(run, write))
 
     def where(self, run: Run) -> dict[int, stacks.Where]:
         """Where each rank that has not returned is now."""
@@ -161,18 +131,17 @@ class Supervisor(threading.Thread):
             files = {worker.rank: worker.stack for worker in busy}
             return stacks.ask(files, {worker.rank: worker.pid for worker in busy}, WHERE)
 
-        return self._ask(look)
+        return self._inbox.ask(look)
 
     def drain(self, run: Run) -> None:
         """Collect the events that have arrived, if the run still goes on."""
         if not run.done:
-            self._ask(lambda: self._during(run, self._collect_events))
+            self._inbox.ask(lambda: self._during(run, self._collect_events))
 
     def close(self) -> None:
         """End the run, the workers and this thread."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._wake_w.send(b"!")
+        self._inbox.ring()
         if threading.current_thread() is not self:  # as it is when the garbage collector closes a cluster from here
             self.join()
 
@@ -181,14 +150,14 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         """Serve until closed; whatever happens, nobody is left waiting and no process is left behind."""
         try:
-            self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
+            self._selector.register(self._inbox.bell, selectors.EVENT_READ, self._inbox.hush)
             self._form(list(range(self.ranks)))
             while not self._closing:
                 for key, _ in self._selector.select(self._next_deadline()):
                     key.data()
                 self._look_after_group()
                 self._replace_lost()
-                self._answer_requests()
+                self._inbox.answer(self._may_begin)
                 self._look_after_flight()
         except BaseException as problem:
             self.failed = f"the cluster's supervisor failed ({type(problem).__name__}: {problem}): make a new cluster"
@@ -204,35 +173,25 @@ class Supervisor(threading.Thread):
             if self.failed:
                 run._error = errors.WorkerError(self.failed, [0])
             run._stopped, run.ended = True, time.time()
-            run._results = [self._flight.returned.get(rank) for rank in range(self.ranks)]
+            run._results = self._flight.results()
             self._flight = None
             run._done.set()
         self.failed = self.failed or "this cluster is closed: make a new one with dlab.Cluster(…)"
-        self._wake_w.close()
-        self._answer_requests()
-        self._wake_r.close()
+        self._inbox.close()
         self._selector.close()
         os.close(self.board.file)
         self._remove_rendezvous()
         self._all_ready.set()
 
-    def _on_wake(self) -> None:
-        self._wake_r.recv(1 << 12)
-
-    def _answer_requests(self) -> None:
-        # a run begins on a group that stands, so that whatever goes wrong in it is the run's own
-        while self._requests and (self._flight is not None or self._has_formed() or self._closing):
-            future, function = self._requests.popleft()
-            try:
-                future.set_result(function())
-            except BaseException as problem:
-                future.set_exception(problem)
+    def _may_begin(self) -> bool:
+        """A run begins on a group that stands, so that whatever goes wrong in it is the run's own."""
+        return self._flight is not None or self._has_formed()
 
     def _next_deadline(self) -> float | None:
         if self._flight is None:
             return None if self._has_formed() else max(0.0, self._form_by - time.monotonic())
-        times = [when for when in (self._flight.stop_at, self._flight.kill_at) if when is not None]
-        return max(0.0, min([EVENTS, *(when - time.monotonic() for when in times)]))
+        left = (self._flight.next_deadline() or float("inf")) - time.monotonic()
+        return min(EVENTS, left) if left > 0 else EVENTS
 
     def _during(self, run: Run, action: Callable[[], Any]) -> bool:
         in_flight = self._flight is not None and self._flight.run is run
@@ -253,7 +212,7 @@ class Supervisor(threading.Thread):
             self._selector.register(worker.channel, selectors.EVENT_READ, lambda w=worker: self._on_message(w))
             self._selector.register(worker.process.sentinel, selectors.EVENT_READ, lambda w=worker: self._on_death(w))
             for reader in worker.readers:
-                self._selector.register(reader.file, selectors.EVENT_READ, self._on_output)
+                self._selector.register(reader.file, selectors.EVENT_READ, self._show_output)
         self._group += 1
         self._form_by = time.monotonic() + FORM[self.backend]
         rendezvous = f"{self._rendezvous}-group-{self._group}"
@@ -280,21 +239,10 @@ class Supervisor(threading.Thread):
                 self._selector.unregister(file)
         worker.close()
 
-    def _on_output(self) -> None:
-        self._show_output()
-
     def _show_output(self) -> None:
-        """Print what has come in, by rank: what was written earlier is never shown later than what followed it."""
-        for stream in (0, 1):
-            lines = []
-            for worker in self.workers:
-                reader = worker.readers[stream]
-                texts, open_ = reader.read()
-                if not open_:
-                    with contextlib.suppress(KeyError):
-                        self._selector.unregister(reader.file)
-                lines += [(worker.rank, text) for text in texts]
-            output.show(lines, error=stream == 1)
+        for reader in output.relay([worker.readers for worker in self.workers]):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(reader.file)  # it has ended
 
     def _on_message(self, worker: Worker) -> None:
         message = wire.receive(worker.channel)
@@ -306,22 +254,22 @@ class Supervisor(threading.Thread):
             return
         flight = self._flight
         if flight is None or message.number != flight.run.number:
-            if message.tag == FAILURE and message.number == self._group and not self._all_ready.is_set():
-                self._give_up(f"the workers could not form a group: {message.load(private=False).message}")
+            if message.tag == FAILURE and message.number == self._group:
+                self._on_refusal(worker, message.load(private=False))
             message.close()
             return
-        flight.scattered |= message.tag in (FAILURE, LEFT)
         try:
             value = message.load(private=False)
         except Exception as problem:  # a class that exists in the worker only
             value = Report.of(problem)
-        if isinstance(value, Report):
-            flight.reports[worker.rank] = value
-        elif worker.rank not in flight.reports:
-            flight.returned[worker.rank] = value
-        if message.tag != FAILURE:  # after which it still has to leave the group
-            worker.busy = False
-            flight.ended.add(worker.rank)
+        flight.answered(worker.rank, message.tag, value)
+        worker.busy = worker.rank not in flight.ended
+
+    def _on_refusal(self, worker: Worker, report: Report) -> None:
+        """A worker could not join: hopeless if it is the first time, else a matter of this one worker."""
+        if not self._all_ready.is_set():
+            self._give_up(f"the workers could not form a group: {report.message}")
+        self._lost |= {other.rank for other in self.workers if other is worker or other.ready != self._group}
 
     def _on_ready(self, worker: Worker, group: int) -> None:
         worker.ready = group
@@ -342,9 +290,7 @@ class Supervisor(threading.Thread):
         flight = self._flight
         if flight is not None:
             worker.busy = False
-            flight.ended.add(worker.rank)
-            if worker.rank not in flight.returned and worker.rank not in flight.reports:
-                flight.deaths[worker.rank] = (time.monotonic(), worker.process.exitcode)
+            flight.died(worker.rank, worker.process.exitcode)
             return
         # between runs: replace it, and with it those that still wait for it in a group that will not come
         self._lost |= {other.rank for other in self.workers if other is worker or other.ready != self._group}
@@ -372,21 +318,10 @@ class Supervisor(threading.Thread):
         if flight is None:
             return
         self._collect_events()
-        now = time.monotonic()
-        if flight.stop_at is None and (flight.reports or flight.deaths):
-            only_gossip = not flight.deaths and all(report.connection for report in flight.reports.values())
-            flight.stop_at = now + GOSSIP if only_gossip else now
-        elif flight.stop_at is not None and flight.deaths and flight.kill_at is None:
-            flight.stop_at = min(flight.stop_at, now)
-        if flight.stop_at is not None and flight.kill_at is None and now >= flight.stop_at:
-            flight.kill_at = now + GRACE
+        for number in flight.signals(time.monotonic()):
             for worker in self._busy():
-                worker.process.send_signal(STOP)
-                worker.process.send_signal(signal.SIGCONT)  # in case it was paused
-        if flight.kill_at is not None and now >= flight.kill_at:
-            for worker in self._busy():
-                worker.process.send_signal(signal.SIGKILL)
-        if len(flight.ended) == self.ranks:
+                worker.process.send_signal(number)
+        if flight.over:
             self._land(flight)
 
     def _collect_events(self) -> None:
@@ -401,14 +336,11 @@ class Supervisor(threading.Thread):
     def _land(self, flight: Flight) -> None:
         """All ranks have come back or died: settle the result, then make the cluster whole again."""
         run = flight.run
-        self._show_output()
-        for worker in self.workers:
-            for stream, reader in enumerate(worker.readers):
-                output.show([(worker.rank, text) for text in reader.flush()], error=stream == 1)
+        output.relay([worker.readers for worker in self.workers], to_the_end=True)
         self._report_drops(run)
-        run._results = [flight.returned.get(rank) for rank in range(self.ranks)]
+        run._results = flight.results()
         if not run._stopped:
-            run._error = self._verdict(flight)
+            run._error = flight.verdict()
         run.ended = time.time()
         self._flight = None
         run._done.set()
@@ -416,24 +348,6 @@ class Supervisor(threading.Thread):
         self._replace_lost()
         if flight.scattered and not flight.deaths:
             self._form([])  # whoever reported an error has left the group: all form a new one
-
-    def _verdict(self, flight: Flight) -> errors.WorkerError | None:
-        """Who was it? Not those who were interrupted, nor, if anyone else did, those who lost a connection."""
-        deaths = {rank: death for rank, death in flight.deaths.items() if not self._killed_by_us(flight, death)}
-        real = {rank: report for rank, report in flight.reports.items() if report.kind != "Stopped"}
-        direct = {rank: report for rank, report in real.items() if not report.connection}
-        if direct and (not deaths or min(r.time for r in direct.values()) < min(when for when, _ in deaths.values())):
-            real = direct
-        elif deaths:
-            rank, (_, code) = min(deaths.items(), key=lambda item: item[1][0])
-            return errors.died(rank, code, f"while it ran {flight.run.name}; a new worker takes its place")
-        if not real:
-            return None
-        first = min(real.values(), key=lambda report: report.time)
-        return errors.failed(sorted(rank for rank, report in real.items() if report.message == first.message), first)
-
-    def _killed_by_us(self, flight: Flight, death: tuple[float, int | None]) -> bool:
-        return flight.kill_at is not None and death[0] >= flight.kill_at and death[1] == -signal.SIGKILL
 
     def _report_drops(self, run: Run) -> None:
         for rank, ring in enumerate(self.board.rings):

@@ -1,0 +1,92 @@
+"""A run in flight: who has come back and with what, when to interrupt the others, and who was to blame."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlab.processes import errors
+from dlab.processes.errors import Report
+from dlab.processes.run import Run
+from dlab.processes.worker import FAILURE, LEFT, STOP
+
+GRACE = 0.5  # seconds in which a stopped function may return before its process is killed
+TOGETHER = 0.05  # seconds in which other ranks may fail in the same way before they are interrupted
+GOSSIP = 0.2  # seconds to wait for the real culprit when a rank reports only that another one is gone
+
+
+@dataclass
+class Flight:
+    """The run in progress, as the supervisor sees it."""
+
+    run: Run
+    returned: dict[int, Any] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    deaths: dict[int, tuple[float, int | None]] = field(default_factory=dict)  # by rank: when, and the exit code
+    ended: set[int] = field(default_factory=set)
+    scattered: bool = False  # has a rank left the process group?
+    stop_at: float | None = None  # when to interrupt the rest
+    kill_at: float | None = None  # when to kill who did not react
+
+    def answered(self, rank: int, tag: int, value: Any) -> None:
+        """A rank has returned or reported an error. After a failure it still has to leave the group, and says so."""
+        self.scattered |= tag in (FAILURE, LEFT)
+        if isinstance(value, Report):
+            self.reports[rank] = value
+        elif rank not in self.reports:
+            self.returned[rank] = value
+        if tag != FAILURE:
+            self.ended.add(rank)
+
+    def died(self, rank: int, exitcode: int | None) -> None:
+        """A rank's process is gone."""
+        self.ended.add(rank)
+        if rank not in self.returned and rank not in self.reports:
+            self.deaths[rank] = (time.monotonic(), exitcode)
+
+    @property
+    def over(self) -> bool:
+        """Has every rank come back or died?"""
+        return len(self.ended) == self.run.ranks
+
+    def signals(self, now: float) -> list[int]:
+        """What to send to those who are still busy: nothing, an interruption, or, after a grace period, the end."""
+        if self.stop_at is None and (self.reports or self.deaths):
+            only_gossip = not self.deaths and all(report.connection for report in self.reports.values())
+            self.stop_at = now + (GOSSIP if only_gossip else TOGETHER)
+        if self.stop_at is not None and self.deaths:
+            self.stop_at = min(self.stop_at, now)
+        if self.kill_at is not None:
+            return [signal.SIGKILL] if now >= self.kill_at else []
+        if self.stop_at is not None and now >= self.stop_at:
+            self.kill_at = now + GRACE
+            return [STOP, signal.SIGCONT]  # in case it was paused
+        return []
+
+    def next_deadline(self) -> float | None:
+        """When `signals` may have something new to say."""
+        return self.stop_at if self.kill_at is None else self.kill_at
+
+    def results(self) -> list[Any]:
+        """By rank; None for who did not return."""
+        return [self.returned.get(rank) for rank in range(self.run.ranks)]
+
+    def verdict(self) -> errors.WorkerError | None:
+        """Who was it? Not those who were interrupted, nor, if anyone else did, those who lost a connection."""
+        deaths = {rank: death for rank, death in self.deaths.items() if not self._by_us(*death)}
+        real = {rank: report for rank, report in self.reports.items() if report.kind != "Stopped"}
+        direct = {rank: report for rank, report in real.items() if not report.connection}
+        if direct and (not deaths or min(r.time for r in direct.values()) < min(when for when, _ in deaths.values())):
+            real = direct
+        elif deaths:
+            rank, (_, code) = min(deaths.items(), key=lambda item: item[1][0])
+            return errors.died(rank, code, f"while it ran {self.run.name}; a new worker takes its place")
+        if not real:
+            return None
+        first = min(real.values(), key=lambda report: report.time)
+        return errors.failed(sorted(rank for rank, report in real.items() if report.message == first.message), first)
+
+    def _by_us(self, when: float, exitcode: int | None) -> bool:
+        return self.kill_at is not None and when >= self.kill_at and exitcode == -signal.SIGKILL
