@@ -1,6 +1,7 @@
 """What the fork server does once, so that no worker has to: promise to go with its parent, and import torch."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -32,3 +33,5 @@ if _directory:
 # only now, because it takes seconds, in which the parent may die
 import dlab.processes.compiler  # noqa: E402
 import dlab.processes.handle  # noqa: E402, F401  (a worker's modules, loaded before any worker is forked)
+
+gc.freeze()  # a worker's garbage collector leaves these objects alone, so that their pages stay shared
