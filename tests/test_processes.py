@@ -131,6 +131,7 @@ def test_workers_listen_on_loopback_only(cluster):
     connections = [each for pid in cluster.pids for each in psutil.Process(pid).net_connections("inet")]
     assert connections, "gloo has connected the ranks"
     assert {each.laddr.ip for each in connections} <= {"127.0.0.1", "::1"}
+    assert cluster.run(lambda: os.environ["GLOO_SOCKET_IFNAME"]) == ["lo"] * 4
 
 
 def test_the_device_of_a_worker_on_gloo_is_the_cpu(cluster):
