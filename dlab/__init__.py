@@ -34,6 +34,8 @@ _HOME = {
     "rank": "processes.inside",
     "watch": "processes.inside",
     "world_size": "processes.inside",
+    "Deadlock": "transports",
+    "rehearse": "rehearsal",
     "LossCurves": "views",
     "show_source": "views",
 }
@@ -48,6 +50,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.inside import device, knob, log, rank, watch, world_size
     from dlab.processes.run import Run
+    from dlab.rehearsal import rehearse
+    from dlab.transports import Deadlock
     from dlab.views import LossCurves, show_source
 
 

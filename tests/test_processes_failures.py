@@ -10,6 +10,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import trouble
 from kernels import alive, eventually, within
 
 import dlab
@@ -103,6 +104,17 @@ def test_the_first_to_fail_is_named_not_those_who_lost_the_connection_to_it(clus
         with pytest.raises(dlab.WorkerError, match="rank 2 failed: ArithmeticError: overflow") as error:
             cluster.run(fail_in_the_middle)
         assert error.value.ranks == [2]
+
+
+def test_who_lost_a_connection_is_named_when_there_is_nobody_else_to_blame(cluster):
+    def fail():
+        if dist.get_rank() == 1:
+            raise RuntimeError("gloo: Connection closed by peer")
+        trouble.hang_in_c()  # and is killed, but that is not the reason
+
+    with pytest.raises(dlab.WorkerError, match="rank 1 failed: RuntimeError: gloo: Connection closed by peer") as error:
+        cluster.run(fail)
+    assert error.value.ranks == [1]
 
 
 def test_exceptions_that_cannot_be_pickled_or_printed_are_reported(cluster):
@@ -226,3 +238,20 @@ def test_a_rank_that_still_hangs_in_a_collective_after_it_has_returned_is_replac
         with pytest.raises(dlab.WorkerError, match="ranks 1 and 2 failed: ValueError: no"):
             cluster.run(part_in_discord)
         assert cluster.run(dlab.rank, timeout=30) == [0, 1, 2]
+
+
+def test_a_rank_that_hangs_in_a_collective_after_it_was_stopped_does_not_delay_the_next_run(cluster):
+    def part_in_discord():
+        if dist.get_rank() > 0:
+            raise ValueError("no")
+        try:
+            time.sleep(1000)
+        finally:
+            dist.all_reduce(torch.ones(3), async_op=True)  # but the others have left
+
+    for _ in range(3):
+        start = time.monotonic()
+        with pytest.raises(dlab.WorkerError, match="ranks 1 and 2 failed: ValueError: no"):
+            cluster.run(part_in_discord)
+        assert cluster.run(dlab.rank) == [0, 1, 2]
+        within(start, 1, "an error, and the next run")

@@ -179,6 +179,21 @@ def test_a_paused_run_can_be_stopped(started):
     assert run.wait(10) == [None, None]
 
 
+def test_a_paused_run_that_is_stopped_may_still_return_what_it_has(started):
+    def patient():
+        try:
+            dlab.log(step=0)
+            time.sleep(1000)
+        except dlab.Stopped:
+            return "so far"
+
+    run = started(patient)
+    eventually(lambda: logged(run, 0) and logged(run, 1))
+    run.pause()
+    run.stop()
+    assert run.wait(10) == ["so far", "so far"]
+
+
 def test_a_rank_of_a_paused_run_can_be_killed(started):
     run = started(steps)
     run.pause()

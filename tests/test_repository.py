@@ -97,7 +97,7 @@ def test_nothing_else_is_at_the_top():
 # From the ground up; a module imports from the lines below its own, and from its own package.
 LAYERS = (
     {"transports", "events", "data", "layout", "models"},  # plain things, no dlab imports
-    {"collectives", "processes"},  # algorithms; workers
+    {"collectives", "processes", "rehearsal"},  # algorithms; workers
     {"strategies", "kvstore", "sharding", "pipeline", "backend", "cost"},  # the lessons
     {"training"},  # puts the parts together
     {"demo", "bench"},  # use it

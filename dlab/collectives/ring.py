@@ -1,0 +1,79 @@
+"""Round the ring: reduce-scatter, all-gather, and the all-reduce that is one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dlab.collectives.ops import Combine, finish, prepare
+from dlab.transports.base import Transport
+
+
+def ring_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
+    """Chunks travel round a ring: 2(n-1) steps, 2(n-1)/n of the tensor per rank, however many ranks there are.
+
+    In the first round each chunk collects the parts of all ranks, in the second the finished chunks go round.
+    """
+    row, combine = prepare(tensor, op)
+    chunks = row.tensor_split(transport.size)
+    collect_chunks(chunks, transport, combine)
+    finish(chunks[transport.rank], op, transport.size)
+    pass_chunks(chunks, transport)
+
+
+def collect_chunks(chunks: Sequence[torch.Tensor], transport: Transport, combine: Combine) -> None:
+    """First round: what comes from the left is added to my chunk, which goes to the right in the next step.
+
+    After n-1 steps rank r holds the finished chunk r.
+    """
+    rank, size = transport.rank, transport.size
+    buffer = torch.empty_like(chunks[0])  # no chunk is larger than the first
+    for step in range(size - 1):
+        transport.label("reduce-scatter", step)
+        outgoing, mine = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
+        incoming = buffer[: mine.numel()]
+        transport.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
+        combine(mine, incoming)
+
+
+def pass_chunks(chunks: Sequence[torch.Tensor], transport: Transport) -> None:
+    """Second round: rank r begins with chunk r; whatever comes from the left is kept, and passed on to the right."""
+    rank, size = transport.rank, transport.size
+    for step in range(size - 1):
+        transport.label("all-gather", step)
+        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        transport.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
+
+
+def reduce_scatter(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> torch.Tensor:
+    """Rank r gets part r of the combination of all, as a new tensor: (n-1)/n of the tensor sent per rank."""
+    row, combine = prepare(tensor, op)
+    chunks = row.clone().tensor_split(transport.size)
+    collect_chunks(chunks, transport, combine)
+    mine = chunks[transport.rank].clone()
+    finish(mine, op, transport.size)
+    return mine
+
+
+def all_gather(tensor: torch.Tensor, transport: Transport) -> list[torch.Tensor]:
+    """Everyone gets the tensors of all, by rank: n-1 times the tensor sent per rank."""
+    prepare(tensor, "sum")
+    tensors = [torch.empty_like(tensor) for _ in range(transport.size)]
+    tensors[transport.rank].copy_(tensor)
+    pass_chunks(tensors, transport)
+    return tensors
+
+
+def all_to_all(parts: Sequence[torch.Tensor], transport: Transport) -> list[torch.Tensor]:
+    """Rank s gets `parts[s]` of every rank, by rank; all parts of one size. n-1 steps, each with another partner."""
+    rank, size = transport.rank, transport.size
+    if len(parts) != size:
+        raise ValueError(f"rank {rank} gave {len(parts)} parts for {size} ranks: there must be one for each")
+    received = [torch.empty_like(part) for part in parts]
+    received[rank].copy_(parts[rank])
+    for step in range(1, size):
+        transport.label("all-to-all", step - 1)
+        to, source = (rank + step) % size, (rank - step) % size
+        transport.exchange(parts[to], to, received[source], source)
+    return received

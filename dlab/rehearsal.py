@@ -1,0 +1,58 @@
+"""Rehearse in one process: an algorithm for four workers on four threads, with every message recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dlab.events import Event
+from dlab.transports.base import Transport
+from dlab.transports.recorder import Recorder
+from dlab.transports.threads import Aborted, Hall, ThreadTransport
+
+
+class Rehearsal(list[Any]):
+    """Results by rank; `.messages` are the recorded events, in the order in which they ended."""
+
+    def __init__(self, results: list[Any], messages: list[Event]) -> None:
+        super().__init__(results)
+        self.messages = messages
+
+
+def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
+    """Run `fn(transport)` on `ranks` threads of this process.
+
+    A deadlock is noticed at once and raised with the chain of who waits for whom; if a rank fails, its exception is
+    raised and the others are stopped.
+
+    >>> rehearse(lambda transport: transport.rank**2, ranks=3)
+    [0, 1, 4]
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"a rehearsal with {ranks!r} ranks is not possible: give a whole number, 1 or more")
+    hall, results, messages = Hall(ranks), [None] * ranks, list[Event]()
+
+    def play(rank: int) -> None:
+        def emit(kind: str, data: dict[str, Any]) -> None:
+            messages.append(Event(time.time(), rank, kind, data))
+
+        try:
+            results[rank] = fn(Recorder(ThreadTransport(hall, rank), emit))
+            hall.leave(rank)
+        except Aborted:
+            pass
+        except BaseException as problem:
+            if hasattr(problem, "add_note"):  # from Python 3.11 on
+                problem.add_note(f"on rank {rank}")
+            hall.fail(problem)
+
+    threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if hall.broken is not None:
+        raise hall.broken
+    return Rehearsal(results, messages)

@@ -1,0 +1,95 @@
+"""What a collective needs of a wire: send, receive, both at once, and a barrier.
+
+A collective is written once on this protocol. Today threads of one process carry it (`dlab.rehearse`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+
+class Transport(ABC):
+    """Messages between `size` ranks, seen from `rank`. A message is the content of a contiguous tensor.
+
+    `send` may wait until the other side receives: a pair that sends to each other first and receives afterwards can
+    wait for ever. `exchange` sends and receives at the same time and never does.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Send a tensor's content to a rank."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor with what a rank has sent; size and type must be those of the tensor sent."""
+
+    @abstractmethod
+    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
+        """Send to one rank while receiving from another, or from the same."""
+
+    def barrier(self) -> None:
+        """Return when every rank has come here: log2(size) rounds of empty messages, each twice as far away."""
+        nothing, distance = torch.empty(0, dtype=torch.uint8), 1
+        while distance < self.size:
+            self.exchange(
+                nothing, (self.rank + distance) % self.size, nothing.clone(), (self.rank - distance) % self.size
+            )
+            distance *= 2
+
+    def label(self, phase: str, step: int) -> None:  # noqa: B027  (most transports have no use for it)
+        """Say which part of an algorithm the next messages belong to; of interest to a recorder only."""
+
+    def check(self, tensor: torch.Tensor, peer: int) -> None:
+        """Refuse what cannot be sent, with a sentence."""
+        if not isinstance(peer, int) or not 0 <= peer < self.size:
+            raise IndexError(f"rank {self.rank} names rank {peer}, but the ranks are 0 to {self.size - 1}")
+        if peer == self.rank:
+            raise ValueError(f"rank {self.rank} sends to itself: copy the tensor instead")
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise ValueError("only dense, contiguous tensors can be sent: call .contiguous() (or .to_dense()) first")
+
+
+class Group(Transport):
+    """Some of the ranks, numbered anew from 0 in the order given: `Group(transport, [1, 3])` on ranks 1 and 3."""
+
+    def __init__(self, transport: Transport, members: Sequence[int]) -> None:
+        if transport.rank not in members:
+            raise ValueError(f"rank {transport.rank} is not in the group {list(members)}: only members may take part")
+        self._transport, self._members = transport, list(members)
+        self.rank, self.size = self._members.index(transport.rank), len(self._members)
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Send to a member."""
+        self.check(tensor, destination)
+        self._transport.send(tensor, self._members[destination])
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive from a member."""
+        self.check(tensor, source)
+        self._transport.recv(tensor, self._members[source])
+
+    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
+        """Both at once, with members."""
+        self.check(outgoing, destination)
+        self.check(incoming, source)
+        self._transport.exchange(outgoing, self._members[destination], incoming, self._members[source])
+
+    def label(self, phase: str, step: int) -> None:
+        """Passed on."""
+        self._transport.label(phase, step)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """`5 float32`, as messages about mismatches say it."""
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def mismatch(source: int, sent: str, destination: int, expected: str) -> ValueError:
+    """The error for two ends that do not agree."""
+    return ValueError(f"rank {source} sent {sent} to rank {destination}, which expected {expected}: they must agree")

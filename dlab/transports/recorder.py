@@ -1,0 +1,59 @@
+"""A recorder: wraps any transport and tells of every message that this rank sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dlab.transports.base import Transport
+
+
+class Recorder(Transport):
+    """Emits an event of kind `message` per message sent: source, destination, bytes, start, end, phase, step.
+
+    Each message is told once, by its sender. `emit(kind, data)` is where the events go.
+    """
+
+    def __init__(self, transport: Transport, emit: Callable[[str, dict[str, Any]], object]) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport, self._emit = transport, emit
+        self._phase, self._step = "", 0
+
+    def label(self, phase: str, step: int) -> None:
+        """The next messages belong to this step of this phase."""
+        self._phase, self._step = phase, step
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Send, and tell."""
+        start = time.time()
+        self._transport.send(tensor, destination)
+        self._tell(tensor, destination, start)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive; the sender tells."""
+        self._transport.recv(tensor, source)
+
+    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
+        """Exchange, and tell of what went out."""
+        start = time.time()
+        self._transport.exchange(outgoing, destination, incoming, source)
+        self._tell(outgoing, destination, start)
+
+    def barrier(self) -> None:
+        """Not recorded: its messages carry nothing."""
+        self._transport.barrier()
+
+    def _tell(self, tensor: torch.Tensor, destination: int, start: float) -> None:
+        message = {
+            "source": self.rank,
+            "destination": destination,
+            "bytes": tensor.numel() * tensor.element_size(),
+            "start": start,
+            "end": time.time(),
+            "phase": self._phase,
+            "step": self._step,
+        }
+        self._emit("message", message)

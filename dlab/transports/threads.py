@@ -1,0 +1,172 @@
+"""Ranks as threads of one process: to try an algorithm in milliseconds, and to be told at once when it deadlocks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from dlab.transports.base import Transport, describe, mismatch
+
+Wait = tuple[int, str, int]  # (1, "receive from", 2)
+
+
+class Deadlock(RuntimeError):
+    """Ranks wait for each other in a circle, or for one that has returned; the message is the chain."""
+
+
+class Aborted(BaseException):
+    """Ends the other ranks when one has failed."""
+
+
+@dataclass(eq=False)
+class _Letter:
+    """A message under way: it is delivered when the receiver has copied it."""
+
+    tensor: torch.Tensor
+    delivered: bool = False
+
+
+class Hall:
+    """Where the threads of one rehearsal meet: letters under way, and who waits for whom.
+
+    `send` waits until its letter is delivered, as large messages do everywhere: an algorithm that would only work
+    because small messages are buffered deadlocks here, and the chain says why.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.broken: BaseException | None = None
+        self._letters: dict[tuple[int, int], deque[_Letter]] = {}
+        self._wants: dict[int, int] = {}  # rank: from whom it waits to receive
+        self._offers: dict[int, tuple[int, _Letter]] = {}  # rank: to whom it waits to deliver, and what
+        self._returned: set[int] = set()
+
+    def post(self, letter: _Letter, source: int, destination: int) -> None:
+        """Put a letter into the box between two ranks."""
+        self._letters.setdefault((source, destination), deque()).append(letter)
+        self.changed.notify_all()
+
+    def take(self, source: int, destination: int) -> _Letter | None:
+        """The next letter for `destination`, if there is one."""
+        box = self._letters.get((source, destination))
+        return box.popleft() if box else None
+
+    def leave(self, rank: int) -> None:
+        """A rank has returned; whoever waits for it will wait for ever."""
+        with self.changed:
+            self._returned.add(rank)
+            for other in set(self._wants) | set(self._offers):
+                self._check(other)
+            self.changed.notify_all()
+
+    def fail(self, problem: BaseException) -> None:
+        """A rank has failed: let the others go."""
+        with self.changed:
+            self.broken = self.broken or problem
+            self.changed.notify_all()
+
+    def wait(self, rank: int, source: int | None, letter: tuple[int, _Letter] | None) -> None:
+        """Sleep until something has changed, unless that cannot help any more. The lock is held."""
+        if source is not None:
+            self._wants[rank] = source
+        if letter is not None:
+            self._offers[rank] = letter
+        self._check(rank)
+        if self.broken is None:
+            self.changed.wait()
+        self._wants.pop(rank, None)
+        self._offers.pop(rank, None)
+        if isinstance(self.broken, Deadlock):
+            raise self.broken
+        if self.broken is not None:
+            raise Aborted
+
+    def _check(self, rank: int) -> None:
+        if self.broken is None and (path := self._dead_end(rank, [])):
+            self.broken = Deadlock(_tell(path, self._returned))
+            self.changed.notify_all()
+
+    def _dead_end(self, rank: int, path: list[Wait]) -> list[Wait] | None:
+        """Follow who waits for whom until a rank comes again or has returned; None if somebody can still go on."""
+        if rank in self._returned:
+            return path
+        for position, (waiting, _, _) in enumerate(path):
+            if waiting == rank:
+                return path[position:]
+        for other, verb in self._waits(rank):
+            if found := self._dead_end(other, [*path, (rank, verb, other)]):
+                return found
+        return None
+
+    def _waits(self, rank: int) -> list[tuple[int, str]]:
+        """Whom a rank waits for in earnest: not one whose answer is there and only has not been noticed yet."""
+        waits = []
+        source = self._wants.get(rank)
+        if source is not None and not self._letters.get((source, rank)):
+            waits.append((source, "receive from"))
+        offer = self._offers.get(rank)
+        if offer is not None and not offer[1].delivered:
+            waits.append((offer[0], "send to"))
+        return waits
+
+
+def _tell(path: list[Wait], returned: set[int]) -> str:
+    """The chain in words; a circle begins with its lowest rank."""
+    last = path[-1][2]
+    if last not in returned:
+        first = path.index(min(path))
+        path = path[first:] + path[:first]
+    chain = ", ".join(f"rank {rank} waits to {verb} {other}" for rank, verb, other in path)
+    return f"deadlock: {chain}" + (", which has returned" if last in returned else "")
+
+
+class ThreadTransport(Transport):
+    """One rank's end of a hall."""
+
+    def __init__(self, hall: Hall, rank: int) -> None:
+        self._hall, self.rank, self.size = hall, rank, hall.size
+
+    def send(self, tensor: torch.Tensor, destination: int) -> None:
+        """Send, and wait until it has been received."""
+        self.check(tensor, destination)
+        self._move(tensor, destination, None, None)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        """Wait for the next message of that rank."""
+        self.check(tensor, source)
+        self._move(None, None, tensor, source)
+
+    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
+        """Both at once."""
+        self.check(outgoing, destination)
+        self.check(incoming, source)
+        self._move(outgoing, destination, incoming, source)
+
+    def _move(
+        self, outgoing: torch.Tensor | None, destination: int | None, incoming: torch.Tensor | None, source: int | None
+    ) -> None:
+        hall = self._hall
+        with hall.changed:
+            letter = None
+            if outgoing is not None and destination is not None:
+                letter = _Letter(outgoing)
+                hall.post(letter, self.rank, destination)
+            while True:
+                if incoming is not None and source is not None and (found := hall.take(source, self.rank)):
+                    if (found.tensor.numel(), found.tensor.dtype) != (incoming.numel(), incoming.dtype):
+                        raise mismatch(source, describe(found.tensor), self.rank, describe(incoming))
+                    incoming.view(-1).copy_(found.tensor.view(-1))
+                    found.delivered, incoming = True, None
+                    hall.changed.notify_all()
+                if incoming is None and (letter is None or letter.delivered):
+                    return
+                undelivered = letter is not None and not letter.delivered and destination is not None
+                hall.wait(
+                    self.rank,
+                    source if incoming is not None else None,
+                    (destination, letter) if undelivered else None,  # type: ignore[arg-type]
+                )
