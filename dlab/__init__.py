@@ -32,6 +32,7 @@ _HOME = {
     "knob": "processes.inside",
     "log": "processes.inside",
     "rank": "processes.inside",
+    "transport": "processes.inside",
     "watch": "processes.inside",
     "world_size": "processes.inside",
     "Deadlock": "transports",
@@ -48,7 +49,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.models import MLP, SimpleCNN, TwoLayer
     from dlab.processes.cluster import Cluster, cluster
     from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
-    from dlab.processes.inside import device, knob, log, rank, watch, world_size
+    from dlab.processes.inside import device, knob, log, rank, transport, watch, world_size
     from dlab.processes.run import Run
     from dlab.rehearsal import rehearse
     from dlab.transports import Deadlock

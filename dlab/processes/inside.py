@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from dlab.processes.board import Board
+from dlab.transports import Recorder, TorchTransport, Transport, connect, share_a_host
 
 _board: Board | None = None
 _ring_rank = 0
 _device: torch.device | None = None
+_transport: Transport | None = None
 _declared: set[str] = set()
 _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
 
@@ -29,8 +31,10 @@ def enter(board: Board, rank: int, device: torch.device) -> None:
 
 
 def begin() -> None:
-    """Called by the worker before each run: knobs are declared anew."""
+    """Called by the worker before each run: knobs are declared and wires laid anew."""
+    global _transport
     _declared.clear()
+    _transport = None
 
 
 def is_worker() -> bool:
@@ -55,6 +59,21 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
+
+
+def transport() -> Transport:
+    """This rank's end of the wire to all others, for the collectives of `dlab.collectives`. Every rank must call it.
+
+    Shared memory if all ranks are on one host and on the CPU, else torch.distributed's own point to point. Each
+    message is recorded as an event of kind `message`.
+    """
+    global _transport
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group here: run this in a cluster, or try it with dlab.rehearse(fn)")
+    if _transport is None:
+        shared = dist.get_backend() == "gloo" and share_a_host()
+        _transport = Recorder(connect() if shared else TorchTransport(), emit)
+    return _transport
 
 
 def log(**data: Any) -> None:

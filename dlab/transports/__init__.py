@@ -1,7 +1,9 @@
 """Messages between ranks: one small protocol, and what carries it."""
 
 from dlab.transports.base import Group, Transport
+from dlab.transports.distributed import TorchTransport
 from dlab.transports.recorder import Recorder
+from dlab.transports.shared import SharedTransport, connect, share_a_host
 from dlab.transports.threads import Deadlock
 
-__all__ = ["Deadlock", "Group", "Recorder", "Transport"]
+__all__ = ["Deadlock", "Group", "Recorder", "SharedTransport", "TorchTransport", "Transport", "connect", "share_a_host"]

@@ -1,6 +1,7 @@
 """What a collective needs of a wire: send, receive, both at once, and a barrier.
 
-A collective is written once on this protocol. Today threads of one process carry it (`dlab.rehearse`).
+A collective is written once on this protocol. Threads of one process, shared memory, gloo and NCCL
+carry it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""The transports between processes: the same collectives as in a rehearsal, over shared memory and over gloo."""
+
+import pytest
+import torch
+
+import dlab
+from dlab import collectives
+from dlab.collectives import ring_allreduce
+from dlab.transports import SharedTransport, TorchTransport, connect, share_a_host
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with dlab.Cluster(3) as cluster:
+        yield cluster
+
+
+WIRES = {"shared memory": connect, "gloo": TorchTransport}
+wires = pytest.mark.parametrize("wire", list(WIRES.values()), ids=list(WIRES))
+
+
+def _all_collectives(wire, elements, dtype):
+    transport = wire()
+    rank, size = transport.rank, transport.size
+    mine = torch.arange(elements).mul(rank + 1).to(dtype)
+    found = {}
+    for name in ("naive", "tree", "ring", "halving_doubling", "hierarchical"):
+        found[name] = mine.clone()
+        getattr(collectives, f"{name}_allreduce")(found[name], transport)
+    found["part"] = collectives.reduce_scatter(mine, transport)
+    found["gathered"] = torch.stack(collectives.all_gather(mine, transport))
+    found["swapped"] = torch.stack(collectives.all_to_all([mine + to for to in range(size)], transport))
+    transport.barrier()
+    return found
+
+
+@wires
+@pytest.mark.parametrize("elements", [0, 1, 10, 200_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_collectives_equal_the_plain_computation(cluster, wire, elements, dtype):
+    inputs = [torch.arange(elements).mul(rank + 1).to(dtype) for rank in range(3)]
+    total = inputs[0].clone()
+    for other in inputs[1:]:
+        total += other
+    close = {"rtol": 2e-2 if dtype == torch.bfloat16 else 0.0, "atol": 0.0}
+    for rank, found in enumerate(cluster.run(_all_collectives, wire, elements, dtype, timeout=60)):
+        for name in ("naive", "tree", "ring", "halving_doubling", "hierarchical"):
+            assert torch.allclose(found[name], total, **close), name
+        assert torch.allclose(found["part"], total.tensor_split(3)[rank], **close)
+        assert torch.equal(found["gathered"], torch.stack(inputs))
+        assert torch.equal(found["swapped"], torch.stack([each + rank for each in inputs]))
+
+
+def _disagree(wire, elements, dtype):
+    transport = wire()
+    if dlab.rank() == 0:
+        transport.send(torch.ones(4), 1)
+    elif dlab.rank() == 1:
+        transport.recv(torch.ones(elements, dtype=dtype), 0)
+
+
+@wires
+@pytest.mark.parametrize(
+    ("elements", "dtype", "expected"), [(5, torch.float32, "5 float32"), (3, torch.float32, "3 float32")]
+)
+def test_ends_that_disagree_are_both_named(cluster, wire, elements, dtype, expected):
+    with pytest.raises(dlab.WorkerError, match=f"rank 0 sent 4 float32 to rank 1, which expected {expected}") as error:
+        cluster.run(_disagree, wire, elements, dtype, timeout=30)
+    assert error.value.rank == 1
+
+
+def _swap_first_and_last(wire, elements):
+    transport = wire()
+    if transport.rank == 1:
+        return None
+    other = 2 - transport.rank
+    mine, theirs = torch.full((elements,), float(transport.rank)), torch.empty(elements)
+    transport.exchange(mine, other, theirs, other)
+    return theirs.unique().tolist()
+
+
+@wires
+def test_exchange_between_two_ranks_never_deadlocks_however_large_the_tensor(cluster, wire):
+    found = cluster.run(_swap_first_and_last, wire, 3_000_000, timeout=60)
+    assert found == [[2.0], None, [0.0]]
+
+
+def _wait_in_vain():
+    transport = connect(timeout=0.3)
+    if transport.rank == 2:
+        transport.recv(torch.empty(1), 0)
+
+
+def test_a_rank_that_waits_too_long_says_for_whom(cluster):
+    with pytest.raises(dlab.WorkerError, match=r"rank 2 has waited 0\.3 s to receive from rank 0"):
+        cluster.run(_wait_in_vain, timeout=30)
+
+
+def _many_ranks():
+    tensor = torch.full((100_003,), float(dlab.rank()))
+    ring_allreduce(tensor, dlab.transport())
+    return tensor.unique().tolist()
+
+
+def test_more_ranks_than_cores_get_on():
+    with dlab.Cluster(7) as cluster:
+        assert cluster.run(_many_ranks, timeout=60) == [[21.0]] * 7
+
+
+def _ring_twice():
+    for number in (1, 2):
+        tensor = torch.full((9,), float(number))
+        ring_allreduce(tensor, dlab.transport())
+    return type(dlab.transport()._transport), share_a_host()
+
+
+def test_dlab_transport_is_shared_memory_on_one_host_and_records_every_message(cluster):
+    run = cluster.start(_ring_twice)
+    assert run.wait(30) == [(SharedTransport, True)] * 3
+    messages = [event for event in run.events if event.kind == "message"]
+    assert len(messages) == 2 * 2 * 3 * 2
+    assert {event.data["bytes"] for event in messages} == {12}
+    assert {event.data["phase"] for event in messages} == {"reduce-scatter", "all-gather"}
+    assert all(event.data["destination"] == (event.rank + 1) % 3 for event in messages)
+
+
+def _leave_a_letter():
+    transport = dlab.transport()
+    if transport.rank == 0:
+        transport.send(torch.ones(5), 1)  # nobody receives it
+
+
+def test_what_one_run_leaves_unread_does_not_reach_the_next(cluster):
+    cluster.run(_leave_a_letter)
+    assert cluster.run(_ring_twice)[0][1]
+
+
+def test_outside_a_process_group_there_is_no_transport():
+    with pytest.raises(RuntimeError, match=r"dlab\.rehearse"):
+        dlab.transport()
+
+
+def test_types_that_cannot_be_named_are_refused(cluster):
+    with pytest.raises(dlab.WorkerError, match="float8_e5m2 cannot be sent: convert"):
+        cluster.run(_all_collectives, connect, 4, torch.float8_e5m2, timeout=30)
