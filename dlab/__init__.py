@@ -37,6 +37,8 @@ _HOME = {
     "world_size": "processes.inside",
     "Deadlock": "transports",
     "rehearse": "rehearsal",
+    "allreduce": "reduction",
+    "shared_empty": "reduction",
     "LossCurves": "views",
     "show_source": "views",
 }
@@ -51,6 +53,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.inside import device, knob, log, rank, transport, watch, world_size
     from dlab.processes.run import Run
+    from dlab.reduction import allreduce, shared_empty
     from dlab.rehearsal import rehearse
     from dlab.transports import Deadlock
     from dlab.views import LossCurves, show_source

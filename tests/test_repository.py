@@ -98,7 +98,7 @@ def test_nothing_else_is_at_the_top():
 LAYERS = (
     {"transports", "events", "data", "layout", "models"},  # plain things, no dlab imports
     {"collectives", "processes", "rehearsal"},  # algorithms; workers
-    {"strategies", "kvstore", "sharding", "pipeline", "backend", "cost"},  # the lessons
+    {"strategies", "kvstore", "sharding", "pipeline", "backend", "cost", "reduction"},  # the lessons
     {"training"},  # puts the parts together
     {"demo", "bench"},  # use it
     {"cli"},

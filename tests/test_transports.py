@@ -92,7 +92,7 @@ def _wait_in_vain():
 
 
 def test_a_rank_that_waits_too_long_says_for_whom(cluster):
-    with pytest.raises(dlab.WorkerError, match=r"rank 2 has waited 0\.3 s to receive from rank 0"):
+    with pytest.raises(dlab.WorkerError, match=r"rank 2 has waited to receive from rank 0 for 0\.3 s"):
         cluster.run(_wait_in_vain, timeout=30)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +17,12 @@ import torch.distributed as dist
 
 from dlab.transports.base import Transport
 from dlab.transports.checked import compare, header
+from dlab.transports.patience import Patience
 
 RING = 256 << 10  # bytes that fit into a ring; larger messages flow through
 _LINE = 64  # head and tail on a cache line each
 _RING_BYTES = 2 * _LINE + RING
 _HEADER = struct.Struct("<QQ")
-_LOOKS, _YIELDS = 100, 200  # before sleeping
-_NAP, _LONGEST_NAP = 20e-6, 1e-3
 
 
 class _Ring:
@@ -102,7 +100,12 @@ class SharedTransport(Transport):
             to_send = [memoryview(_HEADER.pack(*header(outgoing))), _bytes_of(outgoing)]
         if incoming is not None:
             to_fill = [memoryview(announced), _bytes_of(incoming)]
-        idle, deadline = 0, 0.0
+
+        def complaint() -> str:
+            whom = f"to receive from rank {source}" if to_fill else f"to send to rank {destination}"
+            return f"rank {self.rank} has waited {whom}"
+
+        wait = Patience(self.timeout, complaint)
         while to_send or to_fill:
             moved = 0
             if to_send and destination is not None:
@@ -112,23 +115,10 @@ class SharedTransport(Transport):
                 moved += _advance(to_fill, self._from[source].get)
                 if waiting_for_header and len(to_fill) < 2:
                     compare(_HEADER.unpack(announced), incoming, source, self.rank)
-            if moved or not (to_send or to_fill):
-                idle = 0
-                continue
-            idle += 1
-            if idle == _LOOKS:
-                deadline = time.monotonic() + self.timeout
-            elif idle > _LOOKS:
-                self._rest(idle - _LOOKS, deadline, source if to_fill else None, destination)
-
-    def _rest(self, turns: int, deadline: float, source: int | None, destination: int | None) -> None:
-        if turns <= _YIELDS:
-            os.sched_yield()
-            return
-        time.sleep(min(_NAP * (turns - _YIELDS), _LONGEST_NAP))
-        if time.monotonic() > deadline:
-            whom = f"to receive from rank {source}" if source is not None else f"to send to rank {destination}"
-            raise TimeoutError(f"rank {self.rank} has waited {self.timeout:g} s {whom}: is that rank stuck, or slower?")
+            if moved:
+                wait.reset()
+            else:
+                wait()
 
 
 def share_a_host() -> bool:
@@ -141,25 +131,29 @@ def share_a_host() -> bool:
 
 
 def connect(timeout: float = 600.0) -> SharedTransport:
-    """The transport of this rank, in memory that rank 0 makes and all ranks of the process group map.
-
-    Every rank must call it. The memory has no name on disk and goes with the last process that holds it.
-    """
+    """The transport of this rank. Every rank must call it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    bytes_in_all = size * size * _RING_BYTES
+    return SharedTransport(map_together(size * size * _RING_BYTES), rank, size, timeout)
+
+
+def map_together(size: int) -> memoryview:
+    """Memory, all zeros, that rank 0 makes and all ranks of the process group map. Every rank must call it.
+
+    It has no name on disk and goes with the last process that holds it.
+    """
     file = -1
     place: list[str] = [""]
-    if rank == 0:
-        file = os.memfd_create("dlab-rings")
-        os.truncate(file, bytes_in_all)
+    if dist.get_rank() == 0:
+        file = os.memfd_create("dlab-shared")
+        os.truncate(file, size)
         place = [f"/proc/{os.getpid()}/fd/{file}"]
     dist.broadcast_object_list(place, src=0)
-    if rank != 0:
+    if dist.get_rank() != 0:
         file = os.open(place[0], os.O_RDWR)
-    memory = memoryview(mmap.mmap(file, bytes_in_all))
+    memory = memoryview(mmap.mmap(file, size))
     dist.barrier()  # rank 0 must not close it before all have opened it
     os.close(file)
-    return SharedTransport(memory, rank, size, timeout)
+    return memory
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
