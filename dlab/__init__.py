@@ -43,9 +43,12 @@ _HOME = {
     "show_source": "views",
 }
 
-__all__ = list(_HOME)
+_MODULES = ("collectives", "cost", "data", "events", "models", "transports", "views")
+
+__all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
+    from dlab import collectives, cost, data, events, models, transports, views
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
     from dlab.models import MLP, SimpleCNN, TwoLayer
@@ -64,6 +67,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"dlab.{_HOME[name]}"), name)
         globals()[name] = value
         return value
+    if name in _MODULES:
+        return importlib.import_module(f"dlab.{name}")
     raise AttributeError(f"dlab has no {name!r}; it has {', '.join(sorted(__all__))}")
 
 

@@ -7,11 +7,13 @@ import sys
 import time
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import trouble
 from kernels import alive, eventually, within
+from torch.utils.data import DataLoader
 
 import dlab
 from dlab.processes import supervisor
@@ -213,9 +215,26 @@ def test_workers_that_die_between_two_runs_are_replaced_silently(cluster):
         assert cluster.run(dlab.rank) == [0, 1, 2]
 
 
-def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_new_ones(cluster):
-    import psutil
+def test_a_data_loader_has_processes_of_its_own_and_they_end_with_the_worker(cluster):
+    def load():
+        loader = DataLoader(torch.arange(8.0), batch_size=4, num_workers=2, persistent_workers=True)
+        for batch in loader:
+            dlab.log(sum=batch.sum())
+        while True:
+            time.sleep(0.01)
 
+    run = cluster.start(load)
+    eventually(lambda: len(run.events) == 6)
+    assert {event.data["sum"] for event in run.events} == {6.0, 22.0}
+    loaders = [child for pid in cluster.pids for child in psutil.Process(pid).children()]
+    assert len(loaders) == 6
+    run.kill(1)
+    with pytest.raises(dlab.WorkerError, match=r"rank 1 .*SIGKILL"):
+        run.wait(30)
+    eventually(lambda: not alive(loaders))
+
+
+def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_new_ones(cluster):
     server, pids = psutil.Process(cluster.pids[0]).ppid(), cluster.pids
     os.kill(server, signal.SIGKILL)
     eventually(lambda: not alive(pids))

@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 
 import torch.multiprocessing
 
-from dlab.processes import output, wire
+from dlab.processes import lifeline, output, wire
 from dlab.processes.board import Board
 from dlab.processes.forkserver import Popen, run_in_spawner
 from dlab.processes.worker import Seat, main
@@ -32,8 +32,7 @@ class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  #
     def send_signal(self, number: int) -> None:
         """Send a signal, if the process is still there."""
         if self.pid is not None and self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            lifeline.signal_main_thread(self.pid, number)
 
 
 class Worker:

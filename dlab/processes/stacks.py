@@ -9,6 +9,8 @@ import sysconfig
 import time
 from typing import NamedTuple
 
+from dlab.processes import lifeline
+
 ANSWER_SECONDS = 0.3
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({"<frozen ", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(__file__)})
@@ -28,7 +30,7 @@ def ask(files: dict[int, int], pids: dict[int, int], signal_number: int) -> dict
     for rank, file in files.items():
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
-        os.kill(pids[rank], signal_number)
+        lifeline.signal_main_thread(pids[rank], signal_number)
     answers: dict[int, str] = {}
     deadline = time.monotonic() + ANSWER_SECONDS
     while len(answers) < len(files) and time.monotonic() < deadline:

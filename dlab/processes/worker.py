@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import socket
@@ -78,6 +79,9 @@ def main(channel: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole process group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lifeline.die_with_parent()
+    # a worker may start processes of its own, as DataLoader(num_workers=2) does; these go with it, too
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=lambda: lifeline.signal_on_parent_death(signal.SIGKILL))
     _, files, _, _ = socket.recv_fds(channel, 1, 4)
     if len(files) < 4:
         return  # the parent has gone
