@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+Parcel = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
+
 
 class Transport(ABC):
     """Messages between `size` ranks, seen from `rank`. A message is the content of a contiguous tensor.
@@ -22,17 +24,25 @@ class Transport(ABC):
     rank: int
     size: int
 
-    @abstractmethod
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Send a tensor's content to a rank."""
+        self.check(tensor, destination)
+        self.move((tensor, destination), None)
 
-    @abstractmethod
     def recv(self, tensor: torch.Tensor, source: int) -> None:
         """Fill a tensor with what a rank has sent; size and type must be those of the tensor sent."""
+        self.check(tensor, source)
+        self.move(None, (tensor, source))
 
-    @abstractmethod
     def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
         """Send to one rank while receiving from another, or from the same."""
+        self.check(outgoing, destination)
+        self.check(incoming, source)
+        self.move((outgoing, destination), (incoming, source))
+
+    @abstractmethod
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """The one thing that a transport must be able to do: get both through, at the same time."""
 
     def barrier(self) -> None:
         """Return when every rank has come here: log2(size) rounds of empty messages, each twice as far away."""
@@ -65,21 +75,12 @@ class Group(Transport):
         self._transport, self._members = transport, list(members)
         self.rank, self.size = self._members.index(transport.rank), len(self._members)
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Send to a member."""
-        self.check(tensor, destination)
-        self._transport.send(tensor, self._members[destination])
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """With the members' own ranks."""
+        self._transport.move(self._address(outgoing), self._address(incoming))
 
-    def recv(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive from a member."""
-        self.check(tensor, source)
-        self._transport.recv(tensor, self._members[source])
-
-    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
-        """Both at once, with members."""
-        self.check(outgoing, destination)
-        self.check(incoming, source)
-        self._transport.exchange(outgoing, self._members[destination], incoming, self._members[source])
+    def _address(self, parcel: Parcel | None) -> Parcel | None:
+        return None if parcel is None else (parcel[0], self._members[parcel[1]])
 
     def label(self, phase: str, step: int) -> None:
         """Passed on."""

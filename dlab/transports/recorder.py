@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dlab.transports.base import Transport
+from dlab.transports.base import Parcel, Transport
 
 
 class Recorder(Transport):
@@ -26,21 +26,12 @@ class Recorder(Transport):
         """The next messages belong to this step of this phase."""
         self._phase, self._step = phase, step
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Send, and tell."""
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """Move both, and tell of what went out; of what came in its sender tells."""
         start = time.time()
-        self._transport.send(tensor, destination)
-        self._tell(tensor, destination, start)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive; the sender tells."""
-        self._transport.recv(tensor, source)
-
-    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
-        """Exchange, and tell of what went out."""
-        start = time.time()
-        self._transport.exchange(outgoing, destination, incoming, source)
-        self._tell(outgoing, destination, start)
+        self._transport.move(outgoing, incoming)
+        if outgoing is not None:
+            self._tell(*outgoing, start)
 
     def barrier(self) -> None:
         """Not recorded: its messages carry nothing."""

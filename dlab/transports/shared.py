@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlab.transports.base import Transport
+from dlab.transports.base import Parcel, Transport
 from dlab.transports.checked import compare, header
 from dlab.transports.patience import Patience
 
@@ -74,47 +74,32 @@ class SharedTransport(Transport):
         self._to = {other: ring(rank, other) for other in others}
         self._from = {other: ring(other, rank) for other in others}
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Returns when the last byte is in the ring."""
-        self.check(tensor, destination)
-        self._move(tensor, destination, None, None)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> None:
-        """Returns when the last byte has come."""
-        self.check(tensor, source)
-        self._move(None, None, tensor, source)
-
-    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
         """A piece out, a piece in, until both are through."""
-        self.check(outgoing, destination)
-        self.check(incoming, source)
-        self._move(outgoing, destination, incoming, source)
-
-    def _move(
-        self, outgoing: torch.Tensor | None, destination: int | None, incoming: torch.Tensor | None, source: int | None
-    ) -> None:
         to_send: list[memoryview] = []
         to_fill: list[memoryview] = []
         announced = bytearray(_HEADER.size)
         if outgoing is not None:
-            to_send = [memoryview(_HEADER.pack(*header(outgoing))), _bytes_of(outgoing)]
+            to_send = [memoryview(_HEADER.pack(*header(outgoing[0]))), _bytes_of(outgoing[0])]
         if incoming is not None:
-            to_fill = [memoryview(announced), _bytes_of(incoming)]
+            to_fill = [memoryview(announced), _bytes_of(incoming[0])]
 
         def complaint() -> str:
-            whom = f"to receive from rank {source}" if to_fill else f"to send to rank {destination}"
-            return f"rank {self.rank} has waited {whom}"
+            if to_fill and incoming is not None:
+                return f"rank {self.rank} has waited to receive from rank {incoming[1]}"
+            return f"rank {self.rank} has waited to send to rank {outgoing[1] if outgoing else '?'}"
 
         wait = Patience(self.timeout, complaint)
         while to_send or to_fill:
             moved = 0
-            if to_send and destination is not None:
-                moved += _advance(to_send, self._to[destination].put)
-            if to_fill and source is not None and incoming is not None:
+            if to_send and outgoing is not None:
+                moved += _advance(to_send, self._to[outgoing[1]].put)
+            if to_fill and incoming is not None:
+                tensor, source = incoming
                 waiting_for_header = len(to_fill) == 2
                 moved += _advance(to_fill, self._from[source].get)
                 if waiting_for_header and len(to_fill) < 2:
-                    compare(_HEADER.unpack(announced), incoming, source, self.rank)
+                    compare(_HEADER.unpack(announced), tensor, source, self.rank)
             if moved:
                 wait.reset()
             else:

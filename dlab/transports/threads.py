@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlab.transports.base import Transport, describe, mismatch
+from dlab.transports.base import Parcel, Transport, describe, mismatch
 
 Wait = tuple[int, str, int]  # (1, "receive from", 2)
 
@@ -130,43 +130,25 @@ class ThreadTransport(Transport):
     def __init__(self, hall: Hall, rank: int) -> None:
         self._hall, self.rank, self.size = hall, rank, hall.size
 
-    def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Send, and wait until it has been received."""
-        self.check(tensor, destination)
-        self._move(tensor, destination, None, None)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> None:
-        """Wait for the next message of that rank."""
-        self.check(tensor, source)
-        self._move(None, None, tensor, source)
-
-    def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
-        """Both at once."""
-        self.check(outgoing, destination)
-        self.check(incoming, source)
-        self._move(outgoing, destination, incoming, source)
-
-    def _move(
-        self, outgoing: torch.Tensor | None, destination: int | None, incoming: torch.Tensor | None, source: int | None
-    ) -> None:
-        hall = self._hall
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """Put a letter out, and wait until it is taken and the one that we want has come."""
+        hall, letter = self._hall, None
         with hall.changed:
-            letter = None
-            if outgoing is not None and destination is not None:
-                letter = _Letter(outgoing)
-                hall.post(letter, self.rank, destination)
+            if outgoing is not None:
+                letter = _Letter(outgoing[0])
+                hall.post(letter, self.rank, outgoing[1])
             while True:
-                if incoming is not None and source is not None and (found := hall.take(source, self.rank)):
-                    if (found.tensor.numel(), found.tensor.dtype) != (incoming.numel(), incoming.dtype):
-                        raise mismatch(source, describe(found.tensor), self.rank, describe(incoming))
-                    incoming.view(-1).copy_(found.tensor.view(-1))
-                    found.delivered, incoming = True, None
-                    hall.changed.notify_all()
-                if incoming is None and (letter is None or letter.delivered):
+                if incoming is not None and (found := hall.take(incoming[1], self.rank)):
+                    self._open(found, *incoming)
+                    incoming = None
+                waits_to_send = (outgoing[1], letter) if outgoing and letter and not letter.delivered else None
+                if incoming is None and waits_to_send is None:
                     return
-                undelivered = letter is not None and not letter.delivered and destination is not None
-                hall.wait(
-                    self.rank,
-                    source if incoming is not None else None,
-                    (destination, letter) if undelivered else None,  # type: ignore[arg-type]
-                )
+                hall.wait(self.rank, incoming[1] if incoming else None, waits_to_send)
+
+    def _open(self, letter: _Letter, tensor: torch.Tensor, source: int) -> None:
+        if (letter.tensor.numel(), letter.tensor.dtype) != (tensor.numel(), tensor.dtype):
+            raise mismatch(source, describe(letter.tensor), self.rank, describe(tensor))
+        tensor.view(-1).copy_(letter.tensor.view(-1))
+        letter.delivered = True
+        self._hall.changed.notify_all()
