@@ -91,7 +91,6 @@ class Kernel:
     def kill(self) -> None:
         """The kernel's process dies, and only that, as when memory runs out."""
         os.kill(self._manager.provisioner.pid, signal.SIGKILL)
-        self._manager.provisioner.process.wait(10)
 
     def shut_down(self) -> None:
         """Kernel > Shut Down: asked for politely."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trouble
-from kernels import alive, eventually, within
+from kernels import alive, eventually, seconds_until_gone, within
 from torch.utils.data import DataLoader
 
 import dlab
@@ -231,7 +231,7 @@ def test_a_data_loader_has_processes_of_its_own_and_they_end_with_the_worker(clu
     run.kill(1)
     with pytest.raises(dlab.WorkerError, match=r"rank 1 .*SIGKILL"):
         run.wait(30)
-    eventually(lambda: not alive(loaders))
+    assert seconds_until_gone(loaders) < 3
 
 
 def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_new_ones(cluster):

@@ -23,7 +23,7 @@ from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
-SESSION = "DLAB_SESSION"  # tells the server which directory to remove when it is the last to leave
+SESSION = "DLAB_SESSION"  # tells the server who its parent is, and which directory to remove when it leaves
 
 _server = forkserver.ForkServer()  # not multiprocessing's shared one, which may run already, without torch
 _server.set_forkserver_preload(["dlab.processes.preload"])
@@ -76,7 +76,7 @@ def _session_directory() -> Path:
 
 
 def _start_server() -> None:
-    os.environ[SESSION] = str(_directory)
+    os.environ[SESSION] = f"{os.getpid()} {_directory}"
     resource_tracker.ensure_running()  # before the next line, which it would undo
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it: an interrupt is not for it
     try:

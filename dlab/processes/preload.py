@@ -9,7 +9,7 @@ from types import FrameType
 
 from dlab.processes import lifeline
 
-_directory = os.environ.pop("DLAB_SESSION", "")
+_parent, _, _directory = os.environ.pop("DLAB_SESSION", "").partition(" ")
 
 
 def _remove_directory() -> None:
@@ -28,6 +28,8 @@ if _directory:
     os.setpgid(0, 0)  # Jupyter kills a kernel with its whole process group: somebody must stay to clear up
     signal.signal(signal.SIGTERM, _leave)
     lifeline.signal_on_parent_death(signal.SIGTERM)
+    if os.getppid() != int(_parent):  # it died before we asked
+        _leave()
     atexit.register(_remove_directory)  # forked workers leave by os._exit and do not run this
 
 # only now, because it takes seconds, in which the parent may die
