@@ -1,5 +1,6 @@
 """What workers print appears where they were called from, line by line, with the rank in front."""
 
+import os
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ import tqdm
 from kernels import eventually
 
 import dlab
+from dlab.processes.output import LineReader
 
 LINE = re.compile(r"\[rank \d\] [^\r\n]*")
 
@@ -95,7 +97,6 @@ def test_pieces_of_a_line_become_one_line_and_an_unfinished_line_is_shown_at_the
 
 def test_writes_below_python_are_shown_too(cluster, capsys):
     def shout():
-        import os
         import subprocess
 
         os.write(1, b"from the file handle\n")
@@ -109,8 +110,6 @@ def test_writes_below_python_are_shown_too(cluster, capsys):
 
 def test_any_text_and_broken_bytes_come_through(cluster, capsys):
     def babel():
-        import os
-
         print("größer 你好 🙂")
         os.write(1, b"\xff\xfe broken\n")
 
@@ -167,6 +166,22 @@ def test_a_long_progress_bar_is_shown_now_and_then(cluster, capsys, monkeypatch)
     run.set("enough", True)
     run.wait(30)
     lines_of(seen + capsys.readouterr().err)
+
+
+def test_a_bar_is_not_shown_just_because_it_is_the_first_after_a_while(monkeypatch):
+    monkeypatch.setattr("dlab.processes.output.BAR_SECONDS", 0.1)
+    out, end = os.pipe()
+    reader = LineReader(0, out)
+    time.sleep(0.2)
+    os.write(end, b"\r  0%|")
+    assert reader.read() == ([], True)
+    time.sleep(0.2)
+    os.write(end, b"\r 50%|")
+    assert reader.read() == ([" 50%|"], True)
+    os.write(end, b"\r100%|\n")
+    os.close(end)
+    assert reader.read() == (["100%|"], False)
+    os.close(out)
 
 
 def test_a_function_may_replace_or_close_its_streams_and_the_next_run_prints(cluster, capsys):

@@ -50,6 +50,8 @@ class LineReader:
         return self._take_bars() + ([line] if line else [])
 
     def _feed(self, text: str) -> list[str]:
+        if "\r" not in self._line and not self._above:  # no bar so far: one that begins now has just begun
+            self._bar_shown = time.monotonic()
         *complete, self._line = (self._line + text).split("\n")
         lines = []
         for line in complete:
