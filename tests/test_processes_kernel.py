@@ -32,8 +32,8 @@ def ok(cell):
 
 def test_functions_lambdas_classes_and_globals_of_cells_work(kernel):
     ok(kernel.run("scale = 10\nclass Net(torch.nn.Linear):\n    def size(self):\n        return self.weight.numel()"))
-    ok(kernel.run("def helper(x):\n    return x * scale"))
-    ok(kernel.run("def work(base):\n    return helper(base) + dist.get_rank()"))
+    ok(kernel.run("def scaled(x):\n    return x * scale"))
+    ok(kernel.run("def work(base):\n    return scaled(base) + dist.get_rank()"))
     assert ok(kernel.run("cluster.run(work, 2)")).result == "[20, 21, 22]"
     assert ok(kernel.run("cluster.run(lambda: scale * dlab.rank())")).result == "[0, 10, 20]"
     made = ok(kernel.run("[(type(net) is Net, net.size()) for net in cluster.run(Net, 2, 3)]"))

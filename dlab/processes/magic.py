@@ -3,6 +3,8 @@
 %load_ext dlab
 
 %%workers -n 4
+import torch, torch.distributed as dist, dlab
+
 x = torch.ones(3) * dlab.rank()
 dist.all_reduce(x)
 x
