@@ -47,7 +47,7 @@ class MNIST(Dataset[tuple[Tensor, int]]):
     """Handwritten digits: `.images` uint8 [N, 28, 28], memory-mapped; `.targets` int64 [N].
 
     `digits[7]` is (float32 1x28x28, int). A list, a slice, a tensor of positions or a boolean mask gives a batch
-    (float32 Bx1x28x28, int64 B) by one gather: 0.1 to 0.2 ms for 128 images, over a hundred times faster than torchvision's
+    (float32 Bx1x28x28, int64 B) by one gather: 0.1-0.2 ms for 128 images, over 100 times faster than torchvision's
     way through single images, and bit for bit the values of its ToTensor and Normalize. All processes share the pages
     of one file; a data set travels to another process as its name, so what you write into the tensors stays in yours.
 
