@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from dlab import collectives
+from dlab.collectives.fused import Fused
 from dlab.collectives.ops import prepare
 from dlab.processes.inside import transport
-from dlab.transports import share_a_host
-from dlab.transports.fused import Fused
+from dlab.transports import TorchTransport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {"sum": "SUM", "mean": "SUM", "product": "PRODUCT", "max": "MAX", "min": "MIN"}
@@ -50,6 +50,6 @@ def _shared_memory() -> Fused | None:
     if not dist.is_initialized():
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
     if _state[0] is not dist.group.WORLD:
-        possible = dist.get_backend() == "gloo" and share_a_host()
-        _state = (dist.group.WORLD, Fused() if possible else None)
+        possible = dist.get_backend() != "nccl"
+        _state = (dist.group.WORLD, Fused.connect(TorchTransport()) if possible else None)
     return _state[1]

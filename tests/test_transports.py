@@ -6,7 +6,7 @@ import torch
 import dlab
 from dlab import collectives
 from dlab.collectives import ring_allreduce
-from dlab.transports import SharedTransport, TorchTransport, connect, share_a_host
+from dlab.transports import SharedTransport, TorchTransport, connect
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +111,12 @@ def _ring_twice():
     for number in (1, 2):
         tensor = torch.full((9,), float(number))
         ring_allreduce(tensor, dlab.transport())
-    return type(dlab.transport()._transport), share_a_host()
+    return type(dlab.transport()._transport)
 
 
 def test_dlab_transport_is_shared_memory_on_one_host_and_records_every_message(cluster):
     run = cluster.start(_ring_twice)
-    assert run.wait(30) == [(SharedTransport, True)] * 3
+    assert run.wait(30) == [SharedTransport] * 3
     messages = [event for event in run.events if event.kind == "message"]
     assert len(messages) == 2 * 2 * 3 * 2
     assert {event.data["bytes"] for event in messages} == {12}
@@ -132,7 +132,7 @@ def _leave_a_letter():
 
 def test_what_one_run_leaves_unread_does_not_reach_the_next(cluster):
     cluster.run(_leave_a_letter)
-    assert cluster.run(_ring_twice)[0][1]
+    assert cluster.run(_ring_twice)[0] is SharedTransport
 
 
 def test_outside_a_process_group_there_is_no_transport():

@@ -16,7 +16,11 @@ COMBINE: dict[str, Combine] = {
     "product": torch.Tensor.mul_,
     "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
     "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
+    "and": torch.Tensor.bitwise_and_,  # these three are for whole numbers
+    "or": torch.Tensor.bitwise_or_,
+    "xor": torch.Tensor.bitwise_xor_,
 }
+OPS = tuple(COMBINE)  # numbered alike on all ranks
 
 
 def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
@@ -27,6 +31,8 @@ def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
         raise ValueError("a collective works in place on a dense, contiguous tensor: call .contiguous() first")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the mean of {tensor.dtype} tensors is not whole: use op='sum', or floats")
+    if op in ("and", "or", "xor") and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{tensor.dtype} has no bits for {op!r} to combine: use whole numbers or bool")
     return tensor.detach().view(-1), COMBINE[op]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlab.processes.board import Board
-from dlab.transports import Recorder, TorchTransport, Transport, connect, share_a_host
+from dlab.transports import Recorder, TorchTransport, Transport, connect
 
 _board: Board | None = None
 _ring_rank = 0
@@ -71,8 +71,8 @@ def transport() -> Transport:
     if not dist.is_initialized():
         raise RuntimeError("there is no process group here: run this in a cluster, or try it with dlab.rehearse(fn)")
     if _transport is None:
-        shared = dist.get_backend() == "gloo" and share_a_host()
-        _transport = Recorder(connect() if shared else TorchTransport(), emit)
+        wire = TorchTransport()
+        _transport = Recorder(wire if dist.get_backend() == "nccl" else connect(wire), emit)
     return _transport
 
 

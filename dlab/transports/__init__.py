@@ -3,7 +3,7 @@
 from dlab.transports.base import Group, Transport
 from dlab.transports.distributed import TorchTransport
 from dlab.transports.recorder import Recorder
-from dlab.transports.shared import SharedTransport, connect, share_a_host
+from dlab.transports.shared import SharedTransport, connect, share_memory
 from dlab.transports.threads import Deadlock
 
-__all__ = ["Deadlock", "Group", "Recorder", "SharedTransport", "TorchTransport", "Transport", "connect", "share_a_host"]
+__all__ = ["Deadlock", "Group", "Recorder", "SharedTransport", "TorchTransport", "Transport", "connect", "share_memory"]

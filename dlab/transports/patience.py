@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Callable
 
 LOOKS, YIELDS = 100, 200  # turns of each, before sleeping
 NAP, LONGEST_NAP = 20e-6, 1e-3
+ASK = 0.05  # seconds between two questions whether the wait can still end well
+
+
+class Peers:
+    """Who the other ranks are, as far as a wait must know: their processes, in memory that all ranks see."""
+
+    def __init__(self, numbers: memoryview, rank: int) -> None:
+        self._pids = numbers
+        self._pids[rank] = os.getpid()
+        self.closed = False
+
+    def trouble(self, rank: int) -> str | None:
+        """Why a rank will never answer; None if it still may."""
+        if self.closed:
+            return "when the group was closed"
+        pid = self._pids[rank]
+        return f"whose process {pid} has ended" if pid and _has_ended(pid) else None
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([file], [], [], 0)[0])  # readable when it has ended, also before it is buried
+    finally:
+        os.close(file)
 
 
 class Patience:
-    """Call it for each turn in vain; after `timeout` seconds it raises TimeoutError with the complaint."""
+    """Call it for each turn in vain. It raises when the wait has become hopeless, or longer than `timeout` seconds.
 
-    def __init__(self, timeout: float, complaint: Callable[[], str]) -> None:
-        self._timeout, self._complaint = timeout, complaint
+    `whom` gives the other rank, and the complaint to begin the error with.
+    """
+
+    def __init__(self, peers: Peers, timeout: float, whom: Callable[[], tuple[int, str]]) -> None:
+        self._peers, self._timeout, self._whom = peers, timeout, whom
         self.reset()
 
     def reset(self) -> None:
         """Something has changed: begin again."""
-        self._turns, self._deadline = 0, 0.0
+        self._turns, self._deadline, self._ask = 0, 0.0, 0.0
 
     def __call__(self) -> None:
         self._turns += 1
@@ -30,6 +62,14 @@ class Patience:
             return
         now = time.monotonic()
         self._deadline = self._deadline or now + self._timeout
-        if now > self._deadline:
-            raise TimeoutError(f"{self._complaint()} for {self._timeout:g} s: is that rank stuck, or only slow?")
+        if now > self._ask:
+            self._ask = now + ASK
+            self._complain(now > self._deadline)
         time.sleep(min(NAP * (self._turns - LOOKS - YIELDS), LONGEST_NAP))
+
+    def _complain(self, too_long: bool) -> None:
+        other, complaint = self._whom()
+        if trouble := self._peers.trouble(other):
+            raise ConnectionError(f"{complaint}, {trouble}")
+        if too_long:
+            raise TimeoutError(f"{complaint} for {self._timeout:g} s: is that rank stuck, or only slow?")

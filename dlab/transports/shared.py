@@ -6,6 +6,7 @@ Whoever has to wait looks a few times, then lets other ranks have the core, then
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -13,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlab.transports.base import Parcel, Transport
 from dlab.transports.checked import compare, header
-from dlab.transports.patience import Patience
+from dlab.transports.distributed import TorchTransport
+from dlab.transports.patience import Patience, Peers
 
 RING = 256 << 10  # bytes that fit into a ring; larger messages flow through
 _LINE = 64  # head and tail on a cache line each
@@ -65,10 +66,12 @@ class SharedTransport(Transport):
 
     def __init__(self, memory: memoryview, rank: int, size: int, timeout: float = 600.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
+        self.peers = Peers(memory[: 8 * size].cast("Q"), rank)
+        rings = memory[_front(size) :]
 
         def ring(source: int, destination: int) -> _Ring:
             start = (source * size + destination) * _RING_BYTES
-            return _Ring(memory[start : start + _RING_BYTES])
+            return _Ring(rings[start : start + _RING_BYTES])
 
         others = [other for other in range(size) if other != rank]
         self._to = {other: ring(rank, other) for other in others}
@@ -80,16 +83,17 @@ class SharedTransport(Transport):
         to_fill: list[memoryview] = []
         announced = bytearray(_HEADER.size)
         if outgoing is not None:
-            to_send = [memoryview(_HEADER.pack(*header(outgoing[0]))), _bytes_of(outgoing[0])]
+            to_send = [memoryview(_HEADER.pack(*header(outgoing[0]))), bytes_of(outgoing[0])]
         if incoming is not None:
-            to_fill = [memoryview(announced), _bytes_of(incoming[0])]
+            to_fill = [memoryview(announced), bytes_of(incoming[0])]
 
-        def complaint() -> str:
+        def whom() -> tuple[int, str]:
             if to_fill and incoming is not None:
-                return f"rank {self.rank} has waited to receive from rank {incoming[1]}"
-            return f"rank {self.rank} has waited to send to rank {outgoing[1] if outgoing else '?'}"
+                return incoming[1], f"rank {self.rank} has waited to receive from rank {incoming[1]}"
+            assert outgoing is not None
+            return outgoing[1], f"rank {self.rank} has waited to send to rank {outgoing[1]}"
 
-        wait = Patience(self.timeout, complaint)
+        wait = Patience(self.peers, self.timeout, whom)
         while to_send or to_fill:
             moved = 0
             if to_send and outgoing is not None:
@@ -106,42 +110,68 @@ class SharedTransport(Transport):
                 wait()
 
 
-def share_a_host() -> bool:
-    """Do all ranks of the process group see the same processes? Then they can see the same memory, too."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        here = f"{file.read()} {os.readlink('/proc/self/ns/pid')}"
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, here)
-    return len(set(places)) == 1
+def connect(wire: Transport | None = None, timeout: float = 600.0) -> Transport:
+    """Shared memory between the ranks that `wire` joins, or `wire` itself if they are not on one host.
+
+    Every rank must call it; without a wire, the default process group of torch.distributed joins them.
+    """
+    wire = wire or TorchTransport()
+    memory = share_memory(wire, _front(wire.size) + wire.size**2 * _RING_BYTES)
+    return wire if memory is None else SharedTransport(memory, wire.rank, wire.size, timeout)
 
 
-def connect(timeout: float = 600.0) -> SharedTransport:
-    """The transport of this rank. Every rank must call it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return SharedTransport(map_together(size * size * _RING_BYTES), rank, size, timeout)
-
-
-def map_together(size: int) -> memoryview:
-    """Memory, all zeros, that rank 0 makes and all ranks of the process group map. Every rank must call it.
+def share_memory(wire: Transport, nbytes: int) -> memoryview | None:
+    """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot. Every rank must call it.
 
     It has no name on disk and goes with the last process that holds it.
     """
+    letter, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1
-    place: list[str] = [""]
-    if dist.get_rank() == 0:
+    if wire.rank == 0:
         file = os.memfd_create("dlab-shared")
-        os.truncate(file, size)
-        place = [f"/proc/{os.getpid()}/fd/{file}"]
-    dist.broadcast_object_list(place, src=0)
-    if dist.get_rank() != 0:
-        file = os.open(place[0], os.O_RDWR)
-    memory = memoryview(mmap.mmap(file, size))
-    dist.barrier()  # rank 0 must not close it before all have opened it
-    os.close(file)
-    return memory
+        os.truncate(file, nbytes)
+        address = f"{_host()} /proc/{os.getpid()}/fd/{file}".encode()
+        letter[: len(address)] = torch.tensor(list(address), dtype=torch.uint8)
+        others = range(1, wire.size)
+        for other in others:
+            wire.send(letter, other)
+        for other in others:  # nobody keeps what somebody cannot open
+            answer = torch.empty_like(yes)
+            wire.recv(answer, other)
+            yes &= answer
+        for other in others:
+            wire.send(yes, other)
+    else:
+        wire.recv(letter, 0)
+        host, _, place = bytes(letter.tolist()).rstrip(b"\0").decode().partition(" ")
+        if host == _host():
+            try:
+                file = os.open(place, os.O_RDWR)
+            except OSError:  # a container may hide one process's files from another
+                pass
+        wire.send(torch.full_like(yes, file >= 0), 0)
+        wire.recv(yes, 0)
+    try:
+        return memoryview(mmap.mmap(file, nbytes)) if yes else None
+    finally:
+        if file >= 0:
+            os.close(file)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _host() -> str:
+    """The same for all processes that see each other's numbers in /proc, and for no others."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        here = f"{file.read()} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.sha256(here.encode()).hexdigest()
+
+
+def _front(size: int) -> int:
+    """The bytes in front of the rings: the numbers of the ranks' processes."""
+    return -(-8 * size // _LINE) * _LINE
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's content."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
     return memoryview(array)
 

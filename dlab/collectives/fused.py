@@ -1,0 +1,222 @@
+"""All-reduce where the tensors lie: a slot per rank in memory that all ranks see; nothing is sent.
+
+Each rank combines its own part of all slots, block by block so that a block stays in the cache, and writes the result
+back into every slot. Two barriers, and the memory traffic of one read and one write of each slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from math import prod
+from typing import Any
+
+import torch
+
+from dlab.collectives.ops import COMBINE, OPS, finish
+from dlab.transports import Transport, share_memory
+from dlab.transports.checked import DTYPES, header
+from dlab.transports.patience import LOOKS, Patience, Peers
+
+BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
+CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
+_LINE = 8  # numbers of 8 bytes in a cache line
+_PAGE = 4096
+_MASK = (1 << 32) - 1
+
+Plan = tuple[int, ...]  # what a rank brings: number of items, type, op, number of the arena, place in it
+
+
+class Table:
+    """A line of numbers per rank that all can read: how often it has met the others, and with which plan."""
+
+    def __init__(self, memory: memoryview, wire: Transport, timeout: float) -> None:
+        self.rank, self.size, self._timeout = wire.rank, wire.size, timeout
+        self._lines = memory[: 8 * _LINE * self.size].cast("Q")
+        self.peers = Peers(memory[8 * _LINE * self.size :][: 8 * self.size].cast("Q"), self.rank)
+        self._mine, self._others = self.rank * _LINE, [r * _LINE for r in range(self.size) if r != self.rank]
+        self._count = 0
+        self._plan: Plan = ()
+
+    def meet(self, plan: Plan = ()) -> None:
+        """A barrier at which all ranks must have the same plan; whoever differs is named.
+
+        The count is in the upper half of a number and a digest of the plan in the lower: one look tells both.
+        """
+        lines, mine = self._lines, self._mine
+        if plan and plan is not self._plan:
+            for place, number in enumerate(plan, mine + 1):
+                lines[place] = number
+            self._plan = plan
+        self._count += 1 << 32
+        token = self._count | (hash(plan) & _MASK if plan else 0)  # Python's hash of numbers is the same everywhere
+        lines[mine] = token  # last: who sees it sees the plan (x86 keeps the order of stores)
+        for line in self._others:
+            if lines[line] != token:
+                self._wait_for(line, token)
+
+    def _wait_for(self, line: int, token: int) -> None:
+        lines, count = self._lines, self._count
+        for _ in range(LOOKS):
+            if lines[line] >= count:
+                break
+        else:
+            other = line // _LINE
+            complaint = f"rank {self.rank} has waited for rank {other} in an all-reduce"
+            wait = Patience(self.peers, self._timeout, lambda: (other, complaint))
+            while lines[line] < count:
+                wait()
+        theirs = lines[line]
+        if theirs >> 32 == count >> 32 and theirs != token:  # else it is further, so it has agreed
+            self._disagree(line)
+
+    def _disagree(self, line: int) -> None:
+        other = tuple(self._lines[line + 1 : line + 6])
+        raise ValueError(
+            f"rank {self.rank} brings {_tell(self._plan)} to an all-reduce and rank {line // _LINE} {_tell(other)}: "
+            "all ranks must bring the same size, type and op"
+        )
+
+
+def _tell(plan: Plan) -> str:
+    count, dtype, op, number, _ = plan
+    where = "from shared_empty" if number else "of its own"
+    return f"{count} {str(DTYPES[dtype]).removeprefix('torch.')} {where} for {OPS[op]}"
+
+
+class Arena:
+    """Memory with a slot of `nbytes` for each rank."""
+
+    def __init__(self, memory: memoryview, nbytes: int, ranks: int, number: int = 0) -> None:
+        self.number, self.nbytes, self._memory, self._ranks = number, nbytes, memory, range(ranks)
+
+    def slot(self, rank: int) -> Any:
+        """The bytes of a slot, as an object that can be watched: it goes when the last tensor in it is gone."""
+        return (ctypes.c_char * self.nbytes).from_buffer(self._memory, rank * _pages(self.nbytes))
+
+    def rows(self, offset: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The same stretch of every slot."""
+        return [tensor_in(self.slot(rank), dtype, count, offset) for rank in self._ranks]
+
+
+def _pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // _PAGE)) * _PAGE
+
+
+def tensor_in(slot: Any, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
+    """A tensor in shared memory."""
+    return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+
+
+class Fused:
+    """All-reduce through arenas, for ranks on one host; `Fused.connect` makes it."""
+
+    def __init__(self, memory: memoryview, wire: Transport, timeout: float) -> None:
+        self.rank, self.size, self._wire = wire.rank, wire.size, wire
+        self.table = Table(memory, wire, timeout)
+        self._scratch = Arena(memory[_front(wire.size) :], CHUNK, wire.size)
+        self._arenas: dict[int, Arena] = {}  # by the address of my slot
+        self._made = 0
+        # what was worked out for a tensor that lies in an arena: making views takes longer than using them
+        self._known: dict[tuple[int, int, torch.dtype, str], tuple[Plan, list[list[torch.Tensor]]]] = {}
+        self._slots: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}  # of private tensors' chunks
+
+    @classmethod
+    def connect(cls, wire: Transport, timeout: float = 600.0) -> Fused | None:
+        """Every rank must call it. None if the ranks are not on one host."""
+        memory = share_memory(wire, _front(wire.size) + wire.size * CHUNK)
+        return None if memory is None else cls(memory, wire, timeout)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that all-reduce need not copy. Every rank must call it."""
+        count = prod(shape)
+        nbytes = count * dtype.itemsize
+        self.table.meet((count, DTYPES.index(dtype), 0, 0, 0))
+        memory = share_memory(self._wire, self.size * _pages(nbytes))
+        assert memory is not None
+        self._made += 1
+        arena = Arena(memory, nbytes, self.size, self._made)
+        slot = arena.slot(self.rank)
+        if count:
+            start = ctypes.addressof(slot)
+            self._arenas[start] = arena
+            weakref.finalize(slot, self._forget, start)
+        return tensor_in(slot, dtype, count).view(shape)
+
+    def _forget(self, start: int) -> None:
+        end = start + self._arenas.pop(start).nbytes
+        self._known = {key: known for key, known in self._known.items() if not start <= key[0] < end}
+
+    def allreduce(self, tensor: torch.Tensor, op: str) -> None:
+        """In place, on a contiguous tensor."""
+        known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op)) or self._look_up(tensor, op)
+        if known is None:
+            self._reduce_private(tensor.view(-1), op)
+            return
+        plan, blocks = known
+        self.table.meet(plan)
+        combine = COMBINE[op]
+        for first, *others in blocks:
+            for other in others:
+                combine(first, other)
+            finish(first, op, self.size)
+            for other in others:
+                other.copy_(first)
+        self.table.meet()
+
+    def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[list[torch.Tensor]]] | None:
+        """For a tensor in an arena: the plan, and the same block of every slot for each block of my part."""
+        count, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
+        for start, arena in self._arenas.items():
+            offset = address - start
+            if count and 0 <= offset and offset + count * dtype.itemsize <= arena.nbytes:
+                parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
+                blocks = zip(*(part.split(BLOCK // dtype.itemsize) for part in parts), strict=True)
+                plan = (*header(tensor), OPS.index(op), arena.number, offset)
+                known = plan, [list(block) for block in blocks if block[0].numel()]
+                self._known[address, count, dtype, op] = known
+                return known
+        return None
+
+    def _reduce_private(self, row: torch.Tensor, op: str) -> None:
+        """A tensor of a rank's own: others' parts of it go into my slot, and what they make of them comes back.
+
+        Chunk by chunk, so that the slots stay in the cache. I read what is mine where it is. A part has the same place
+        in a slot for every chunk, so I may fill in the next one while others still fetch my part of the last.
+        """
+        plan = (*header(row), OPS.index(op), 0, 0)
+        combine, others = COMBINE[op], [rank for rank in range(self.size) if rank != self.rank]
+        for chunk in row.split(self.size * (_region(self.size) // row.element_size())):
+            parts, slots = chunk.tensor_split(self.size), self._slots_for(chunk)
+            mine = parts[self.rank]
+            for other in others:
+                slots[self.rank][other].copy_(parts[other])
+            self.table.meet(plan)
+            for other in others:
+                combine(mine, slots[other][self.rank])
+            finish(mine, op, self.size)
+            slots[self.rank][self.rank].copy_(mine)
+            self.table.meet()
+            for other in others:
+                parts[other].copy_(slots[other][other])
+
+    def _slots_for(self, chunk: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Every rank's slot, with a region for each part of the chunk."""
+        key = (chunk.numel(), chunk.dtype)
+        if key not in self._slots:
+            regions = [
+                self._scratch.rows(number * _region(self.size), chunk.dtype, part.numel())
+                for number, part in enumerate(chunk.tensor_split(self.size))
+            ]
+            self._slots[key] = [list(slot) for slot in zip(*regions, strict=True)]
+        return self._slots[key]
+
+
+def _region(size: int) -> int:
+    """The bytes of a slot that belong to one rank's part."""
+    return CHUNK // size // _PAGE * _PAGE
+
+
+def _front(size: int) -> int:
+    """The bytes in front of the slots: a line and the number of its process for each rank."""
+    return _pages(8 * (_LINE + 1) * size)
