@@ -35,7 +35,7 @@ def test_an_impossible_number_of_workers_is_refused(workers):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="there is no backend 'tcp': use 'auto', 'gloo' or 'nccl'") as error:
+    with pytest.raises(ValueError, match="there is no backend 'tcp': use 'auto', 'gloo', 'nccl' or 'dlab'") as error:
         dlab.Cluster(2, backend="tcp")
     assert is_one_sentence(str(error.value))
 

@@ -56,12 +56,11 @@ class Table:
                 self._wait_for(line, token)
 
     def _wait_for(self, line: int, token: int) -> None:
-        lines, count = self._lines, self._count
-        for _ in range(LOOKS):
-            if lines[line] >= count:
-                break
-        else:
-            other = line // _LINE
+        lines, count, other = self._lines, self._count, line // _LINE
+        looks = LOOKS
+        while lines[line] < count and looks:
+            looks -= 1
+        if not looks:
             complaint = f"rank {self.rank} has waited for rank {other} in an all-reduce"
             wait = Patience(self.peers, self._timeout, lambda: (other, complaint))
             while lines[line] < count:
@@ -169,7 +168,7 @@ class Fused:
         count, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
         for start, arena in self._arenas.items():
             offset = address - start
-            if count and 0 <= offset and offset + count * dtype.itemsize <= arena.nbytes:
+            if count and offset >= 0 and offset + count * dtype.itemsize <= arena.nbytes:
                 parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
                 blocks = zip(*(part.split(BLOCK // dtype.itemsize) for part in parts), strict=True)
                 plan = (*header(tensor), OPS.index(op), arena.number, offset)

@@ -28,7 +28,7 @@ def collect_chunks(chunks: Sequence[torch.Tensor], transport: Transport, combine
     After n-1 steps rank r holds the finished chunk r.
     """
     rank, size = transport.rank, transport.size
-    buffer = torch.empty_like(chunks[0])  # no chunk is larger than the first
+    buffer = chunks[0].new_empty(max(chunk.numel() for chunk in chunks))
     for step in range(size - 1):
         transport.label("reduce-scatter", step)
         outgoing, mine = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
@@ -67,13 +67,18 @@ def all_gather(tensor: torch.Tensor, transport: Transport) -> list[torch.Tensor]
 
 def all_to_all(parts: Sequence[torch.Tensor], transport: Transport) -> list[torch.Tensor]:
     """Rank s gets `parts[s]` of every rank, by rank; all parts of one size. n-1 steps, each with another partner."""
+    received = [torch.empty_like(part) for part in parts]
+    swap_parts(parts, received, transport)
+    return received
+
+
+def swap_parts(parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], transport: Transport) -> None:
+    """The same into tensors that are there, which may be of different sizes."""
     rank, size = transport.rank, transport.size
     if len(parts) != size:
         raise ValueError(f"rank {rank} gave {len(parts)} parts for {size} ranks: there must be one for each")
-    received = [torch.empty_like(part) for part in parts]
     received[rank].copy_(parts[rank])
     for step in range(1, size):
         transport.label("all-to-all", step - 1)
         to, source = (rank + step) % size, (rank - step) % size
         transport.exchange(parts[to], to, received[source], source)
-    return received

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlab.backend import NAME, using
 from dlab.processes import inside, wire
 from dlab.processes.run import Run
 from dlab.processes.supervisor import Supervisor
@@ -29,12 +29,17 @@ class Cluster:
     [0, 1, 4, 9]
 
     The first one takes the time of one `import torch` (1-2 s); a run on a standing cluster takes milliseconds.
-    `backend="auto"` is NCCL when there is a GPU for each worker, else gloo. `threads` per worker: cores // workers.
+    `backend="auto"` is NCCL when there is a GPU for each worker, else gloo; "dlab" is this package's own, and
+    `dlab.backend.using(my_ring)` that with your all-reduce in it. `threads` per worker: cores // workers.
     `timeout` is torch.distributed's own, for a single collective, in seconds.
     """
 
     def __init__(
-        self, workers: int = 4, backend: str = "auto", threads: int | None = None, timeout: float | None = None
+        self,
+        workers: int = 4,
+        backend: str | using = "auto",
+        threads: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         if inside.is_worker():
             raise RuntimeError("a worker cannot have workers of its own: make the cluster in the notebook or script")
@@ -43,8 +48,9 @@ class Cluster:
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads={threads!r} per worker is not possible: give a whole number, 1 or more")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers, self.backend = workers, _choose_backend(backend, workers)
-        self._supervisor = Supervisor(workers, self.backend, threads or max(1, cores // workers), timeout)
+        self.workers = workers
+        self.backend, plugin = _choose_backend(backend, workers)
+        self._supervisor = Supervisor(workers, self.backend, plugin, threads or max(1, cores // workers), timeout)
         self._supervisor.start()
         self._close = weakref.finalize(self, self._supervisor.close)  # also when this process ends
         try:
@@ -84,7 +90,7 @@ class Cluster:
 
     def _launch(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            message = wire.Message(TASK, run.number, (Place(os.getcwd(), list(sys.path)), fn, args, kwargs))
+            message = wire.Message(TASK, run.number, (Place.here(), fn, args, kwargs))
         except Exception as problem:
             raise TypeError(
                 f"{run.name} or its arguments cannot be sent to the workers ({problem}): "
@@ -124,14 +130,16 @@ def cluster(workers: int = 4) -> Cluster:
     return _shared[workers]
 
 
-def _choose_backend(backend: str, workers: int) -> str:
+def _choose_backend(backend: str | using, workers: int) -> tuple[str, using | None]:
+    if isinstance(backend, using) or backend == NAME:
+        return NAME, backend if isinstance(backend, using) else using()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     nccl = dist.is_nccl_available() and gpus >= workers
     if backend == "auto":
-        return "nccl" if nccl else "gloo"
+        return "nccl" if nccl else "gloo", None
     if backend == "nccl" and not nccl:
         why = f"this machine has {gpus}" if dist.is_nccl_available() else "this torch is built without NCCL"
         raise ValueError(f"nccl needs a GPU for each of the {workers} workers and {why}: use backend='gloo' or 'auto'")
     if backend not in ("gloo", "nccl"):
-        raise ValueError(f"there is no backend {backend!r}: use 'auto', 'gloo' or 'nccl'")
-    return backend
+        raise ValueError(f"there is no backend {backend!r}: use 'auto', 'gloo', 'nccl' or 'dlab'")
+    return backend, None

@@ -9,6 +9,7 @@ for good.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -20,6 +21,7 @@ NAME = "torch._dynamo"
 
 
 class _StandIn(ModuleType):
+    __file__ = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "__init__.py")  # inspect asks every module
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # asked by init_process_group: nothing is cached yet
 
     def graph_break(self, *_: Any, **__: Any) -> None:

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from dlab.processes import lifeline, output, wire
 from dlab.processes.board import Board
 from dlab.processes.forkserver import Popen, run_in_spawner
-from dlab.processes.worker import Seat, main
+from dlab.processes.worker import Place, Seat, main
 
 
 class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class Worker:
             self.pid: int = self.process.pid  # known also when the process has gone
             with contextlib.suppress(OSError):  # it has died already: its sentinel tells
                 socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, board.file])
-                with wire.Message(0, 0, seat) as message:
+                with wire.Message(0, 0, (Place.here(), seat)) as message:
                     message.send(self.channel)
         finally:
             theirs.close()

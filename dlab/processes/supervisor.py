@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from dlab.backend import using
 from dlab.events import Event
 from dlab.processes import errors, output, stacks, wire
 from dlab.processes.board import Board
@@ -27,7 +28,11 @@ from dlab.processes.inbox import Inbox
 from dlab.processes.run import Run
 from dlab.processes.worker import FAILURE, JOIN, READY, WHERE, Seat
 
-FORM = {"gloo": 20.0, "nccl": 60.0}  # seconds to form a group; a rank that takes longer hangs in the one before
+FORM = {
+    "gloo": 20.0,
+    "dlab": 20.0,
+    "nccl": 60.0,
+}  # seconds to form a group; a rank that takes longer hangs in the one before
 EVENTS = 0.05  # seconds between two collections of events
 STARTS = 3  # workers that die this often in a row before they are ready will not come up at all
 _numbers = count(1)
@@ -36,9 +41,9 @@ _numbers = count(1)
 class Supervisor(threading.Thread):
     """Starts `ranks` workers and looks after them until `close()`."""
 
-    def __init__(self, ranks: int, backend: str, threads: int, timeout: float | None) -> None:
+    def __init__(self, ranks: int, backend: str, plugin: using | None, threads: int, timeout: float | None) -> None:
         super().__init__(name=f"dlab-supervisor-{ranks}", daemon=True)
-        self.ranks, self.backend, self.threads, self.timeout = ranks, backend, threads, timeout
+        self.ranks, self.backend, self.plugin, self.threads, self.timeout = ranks, backend, plugin, threads, timeout
         self.board = Board(ranks)
         self.workers: list[Worker] = []
         self.failed: str | None = None  # why the cluster cannot be used any more
@@ -207,7 +212,7 @@ class Supervisor(threading.Thread):
     def _form(self, fresh: list[int]) -> None:
         """Put new workers on these seats, and let all ranks form a new process group."""
         for rank in fresh:
-            worker = Worker(Seat(rank, self.ranks, self.backend, self.threads), self.board)
+            worker = Worker(Seat(rank, self.ranks, self.backend, self.plugin, self.threads), self.board)
             self.workers[rank : rank + 1] = [worker]
             self._selector.register(worker.channel, selectors.EVENT_READ, lambda w=worker: self._on_message(w))
             self._selector.register(worker.process.sentinel, selectors.EVENT_READ, lambda w=worker: self._on_death(w))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlab.backend import using
 from dlab.processes import inside, lifeline, wire
 from dlab.processes.board import Board
 from dlab.processes.errors import Report, Stopped
@@ -42,6 +43,7 @@ class Seat:
     rank: int
     ranks: int
     backend: str
+    plugin: using | None  # what makes the backend, if it is not one of torch's own
     threads: int
 
 
@@ -52,6 +54,11 @@ class Place:
 
     directory: str
     path: list[str]
+
+    @classmethod
+    def here(cls) -> Place:
+        """The caller's."""
+        return cls(os.getcwd(), list(sys.path))
 
     def __reduce__(self) -> tuple[Callable[[str, list[str]], None], tuple[str, list[str]]]:
         return _go_to, (self.directory, self.path)
@@ -90,7 +97,7 @@ def main(channel: socket.socket) -> None:
     greeting = wire.receive(channel)
     if greeting is None:
         return
-    seat: Seat = greeting.load(private=True)
+    _, seat = greeting.load(private=True)
     Worker(seat, channel, Board(seat.ranks, files[3])).serve()
 
 
@@ -121,6 +128,8 @@ class Worker:
             self.device = torch.device("cuda", seat.rank)
             torch.cuda.set_device(self.device)
         inside.enter(board, seat.rank, self.device)
+        if seat.plugin is not None:
+            seat.plugin.install(inside.emit)
         signal.signal(STOP, self._on_stop)
 
     def serve(self) -> None:

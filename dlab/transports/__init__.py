@@ -4,6 +4,17 @@ from dlab.transports.base import Group, Transport
 from dlab.transports.distributed import TorchTransport
 from dlab.transports.recorder import Recorder
 from dlab.transports.shared import SharedTransport, connect, share_memory
+from dlab.transports.store import StoreTransport
 from dlab.transports.threads import Deadlock
 
-__all__ = ["Deadlock", "Group", "Recorder", "SharedTransport", "TorchTransport", "Transport", "connect", "share_memory"]
+__all__ = [
+    "Deadlock",
+    "Group",
+    "Recorder",
+    "SharedTransport",
+    "StoreTransport",
+    "TorchTransport",
+    "Transport",
+    "connect",
+    "share_memory",
+]

@@ -26,7 +26,7 @@ _RING_BYTES = 2 * _LINE + RING
 _HEADER = struct.Struct("<QQ")
 
 
-class _Ring:
+class Ring:
     """Bytes on their way from one rank to another. `head` counts what was written, `tail` what was read, for ever."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -69,13 +69,13 @@ class SharedTransport(Transport):
         self.peers = Peers(memory[: 8 * size].cast("Q"), rank)
         rings = memory[_front(size) :]
 
-        def ring(source: int, destination: int) -> _Ring:
+        def ring(source: int, destination: int) -> Ring:
             start = (source * size + destination) * _RING_BYTES
-            return _Ring(rings[start : start + _RING_BYTES])
+            return Ring(rings[start : start + _RING_BYTES])
 
         others = [other for other in range(size) if other != rank]
-        self._to = {other: ring(rank, other) for other in others}
-        self._from = {other: ring(other, rank) for other in others}
+        self.outgoing = {other: ring(rank, other) for other in others}
+        self.incoming = {other: ring(other, rank) for other in others}
 
     def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
         """A piece out, a piece in, until both are through."""
@@ -97,11 +97,11 @@ class SharedTransport(Transport):
         while to_send or to_fill:
             moved = 0
             if to_send and outgoing is not None:
-                moved += _advance(to_send, self._to[outgoing[1]].put)
+                moved += _advance(to_send, self.outgoing[outgoing[1]].put)
             if to_fill and incoming is not None:
                 tensor, source = incoming
                 waiting_for_header = len(to_fill) == 2
-                moved += _advance(to_fill, self._from[source].get)
+                moved += _advance(to_fill, self.incoming[source].get)
                 if waiting_for_header and len(to_fill) < 2:
                     compare(_HEADER.unpack(announced), tensor, source, self.rank)
             if moved:
@@ -121,9 +121,9 @@ def connect(wire: Transport | None = None, timeout: float = 600.0) -> Transport:
 
 
 def share_memory(wire: Transport, nbytes: int) -> memoryview | None:
-    """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot. Every rank must call it.
+    """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot.
 
-    It has no name on disk and goes with the last process that holds it.
+    Every rank must call it. It has no name on disk and goes with the last process that holds it.
     """
     letter, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1

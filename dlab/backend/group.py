@@ -1,0 +1,334 @@
+"""A torch.distributed process group whose collectives are those of `dlab.collectives`."""
+
+# torch.distributed always gives lists and options, where its hints also allow other forms
+# mypy: disable-error-code="override,assignment,misc"
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlab import collectives
+from dlab.backend.hosts import GlooTransport, Parcels
+from dlab.backend.post import ANYONE, Post
+from dlab.backend.works import Clerk, Pending
+from dlab.collectives.fused import Fused
+from dlab.collectives.ops import finish, prepare
+from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
+from dlab.transports import Recorder, SharedTransport, StoreTransport, Transport, connect
+
+Emit = Callable[[str, dict[str, Any]], object]
+Tensors = Sequence[torch.Tensor]
+OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.BAND: "and",
+    dist.ReduceOp.BOR: "or",
+    dist.ReduceOp.BXOR: "xor",
+}
+
+
+class DlabGroup(dist.ProcessGroup):
+    """Every collective is a task for one clerk, so that all ranks do them in the order in which they were asked for.
+
+    On one host the ranks share memory; between hosts gloo carries the messages.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        allreduce: Callable[..., Any] | None = None,
+        emit: Emit | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = self._description = ""
+        meeting = StoreTransport(store, rank, size)
+        wire = connect(meeting, timeout)
+        self._post: Post | Parcels
+        if isinstance(wire, SharedTransport):
+            letters = connect(wire, timeout)
+            assert isinstance(letters, SharedTransport)
+            self._post, self._fused = Post(letters, "dlab-post"), Fused.connect(wire, timeout)
+        else:
+            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            wire, self._post, self._fused = GlooTransport(gloo), Parcels(gloo), None
+        self._bare: Transport = wire
+        self._wire: Transport = Recorder(wire, emit) if emit and allreduce else wire
+        self._clerk = Clerk("dlab-clerk")
+        self._plugged = allreduce
+        self._takes_op = allreduce is not None and "op" in inspect.signature(allreduce).parameters
+
+    # names: torch keeps those of a group in its backends, which a group written in Python has not
+
+    def getBackendName(self) -> str:
+        """Of the backend."""
+        return "dlab"
+
+    def setGroupName(self, name: str) -> None:
+        """Given by torch.distributed."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """By which DTensor finds it."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Given by whoever made it."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """For logs."""
+        return self._description
+
+    _set_group_name, group_name = setGroupName, property(getGroupName)
+    _set_group_desc, group_desc = setGroupDesc, property(getGroupDesc)
+
+    # reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
+        """In place."""
+
+        def task() -> None:
+            for tensor in tensors:
+                self._reduce_everywhere(tensor, _op(opts))
+
+        return self._do(task, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def _reduce_everywhere(self, tensor: torch.Tensor, op: str) -> None:
+        if tensor.is_sparse:
+            self._reduce_sparse(tensor, op)
+            return
+        row, _ = prepare(tensor, op)
+        if self._plugged is None:
+            if self._fused is not None:
+                self._fused.allreduce(row, op)
+            else:
+                collectives.ring_allreduce(row, self._wire, op)
+        elif self._takes_op:
+            self._plugged(row, self._wire, op=op)
+        elif op in ("sum", "mean"):
+            self._plugged(row, self._wire)
+            finish(row, op, self.size())
+        else:
+            collectives.ring_allreduce(row, self._wire, op)
+
+    def _reduce_sparse(self, tensor: torch.Tensor, op: str) -> None:
+        """Everyone gets everyone's entries, and adds them up."""
+        if op != "sum":
+            raise ValueError(f"sparse tensors can be summed, not reduced by {op!r}: call .to_dense() first")
+        mine = tensor.detach().coalesce()
+        counts = collectives.all_gather(torch.tensor([mine._nnz()]), self._wire)
+        total = torch.zeros_like(mine)
+        parts = []
+        for content in (mine.indices().t().contiguous(), mine.values().contiguous()):
+            rows = [content.new_empty((int(count), *content.shape[1:])) for count in counts]
+            self._share(rows, content)
+            parts.append(rows)
+        for indices, values in zip(*parts, strict=True):
+            total += torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False)
+        tensor.copy_(total)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Pending:
+        """To the root."""
+
+        def task() -> None:
+            for tensor in tensors:
+                collectives.reduce(tensor, self._wire, opts.rootRank, _op(opts))
+
+        return self._do(task, tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Pending:
+        """Rank r gets the combination of everyone's r-th tensor."""
+
+        def task() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                chunks = [part.detach().reshape(-1).clone() for part in parts]
+                _, combine = prepare(chunks[0], _op(opts))
+                collect_chunks(chunks, self._wire, combine)
+                mine = chunks[self.rank()]
+                finish(mine, _op(opts), self.size())
+                output.detach().copy_(mine.view(output.shape))
+
+        return self._do(task, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
+        """The same, with the parts one after another in one tensor."""
+        return self.reduce_scatter([output], [self._cut(input)], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+        """Several at once."""
+        return self.reduce_scatter(outputs, [self._cut(each) for each in inputs], opts)
+
+    # moving whole tensors
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
+        """From the root."""
+
+        def task() -> None:
+            for tensor in tensors:
+                collectives.broadcast(tensor, self._wire, opts.rootRank)
+
+        return self._do(task, tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
+        """Everyone gets everyone's."""
+
+        def task() -> None:
+            for rows, mine in zip(outputs, inputs, strict=True):
+                self._share(rows, mine)
+
+        return self._do(task, outputs, opts)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
+        """The same, one after another in one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+        """Several at once."""
+
+        def task() -> None:
+            for output, mine in zip(outputs, inputs, strict=True):
+                self._share(self._cut(output), mine)
+
+        return self._do(task, list(outputs), opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
+        """The root gets everyone's."""
+
+        def task() -> None:
+            gathered = collectives.gather(inputs[0].contiguous(), self._wire, opts.rootRank)
+            for output, found in zip(outputs[0] if gathered else (), gathered or (), strict=True):
+                output.detach().copy_(found)
+
+        return self._do(task, outputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
+        """Everyone gets a tensor of the root's."""
+
+        def task() -> None:
+            parts = [part.contiguous() for part in inputs[0]] if inputs else None
+            collectives.scatter(outputs[0], self._wire, parts, opts.rootRank)
+
+        return self._do(task, outputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
+        """Rank s gets everyone's s-th tensor."""
+
+        def task() -> None:
+            rows = [_contiguous(output) for output in outputs]
+            swap_parts([part.detach().contiguous() for part in inputs], rows, self._wire)
+            _copy_back(rows, outputs)
+
+        return self._do(task, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Pending:
+        """The same, one after another in one tensor; the splits say how many rows each has."""
+        return self.alltoall(self._cut(output, output_splits), self._cut(input, input_splits), opts)
+
+    def barrier(self, opts: Any = None) -> Pending:
+        """Everyone waits for everyone."""
+        return self._do(self._bare.barrier, [], opts)
+
+    # point to point
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> Any:
+        """One tensor."""
+        return self._post.send(tensors[0], destination, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
+        """One tensor."""
+        return self._post.receive(tensors[0], source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """One tensor, from whoever is first."""
+        return self._post.receive(tensors[0], ANYONE, tag)
+
+    # the names that older code and C++ know
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # life
+
+    def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory in which `allreduce` copies nothing. Every rank must call it."""
+        if self._fused is None:
+            return torch.empty(shape, dtype=dtype)
+        made: list[torch.Tensor] = []
+        fused = self._fused
+        self._clerk.do(lambda: made.append(fused.empty(shape, dtype)), None, later=False).wait()
+        return made[0]
+
+    def shutdown(self) -> None:
+        """Whoever still waits is told so."""
+        self._post.close()
+        self._clerk.close()
+        if isinstance(self._bare, SharedTransport):
+            self._bare.peers.closed = True
+        if self._fused is not None:
+            self._fused.table.peers.closed = True
+
+    abort = shutdown
+
+    def _do(self, task: Callable[[], object], value: Any, opts: Any) -> Pending:
+        return self._clerk.do(task, value, later=opts is None or opts.asyncOp)
+
+    def _share(self, rows: Tensors, mine: torch.Tensor) -> None:
+        """All-gather into tensors that are there."""
+        chunks = [_contiguous(row) for row in rows]
+        chunks[self.rank()].copy_(mine.detach().view(chunks[self.rank()].shape))
+        pass_chunks(chunks, self._wire)
+        _copy_back(chunks, rows)
+
+    def _cut(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """A tensor as one part for each rank: equal ones, or with so many rows each."""
+        rows = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
+        if sizes:
+            return list(rows.split(list(sizes)))
+        if tensor.numel() % self.size():
+            raise ValueError(f"a tensor of {tensor.numel()} items cannot be cut into {self.size()} equal parts: pad it")
+        return list(rows.view(self.size(), -1))
+
+
+def _op(opts: Any) -> str:
+    if opts is None:
+        return "sum"
+    for op, name in OPS.items():
+        if opts.reduceOp == op:
+            return name
+    raise ValueError(f"the dlab backend has no {opts.reduceOp}: use {', '.join(op.name for op in OPS)}")
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _copy_back(rows: Tensors, outputs: Tensors) -> None:
+    for row, output in zip(rows, outputs, strict=True):
+        if row.data_ptr() != output.data_ptr():
+            output.detach().copy_(row)

@@ -1,0 +1,52 @@
+"""Between hosts there is no shared memory: gloo's sends and receives carry the messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dlab.backend.post import ANYONE
+from dlab.transports import TorchTransport
+from dlab.transports.base import Parcel
+
+
+class GlooTransport(TorchTransport):
+    """A transport on a ProcessGroupGloo that torch.distributed itself does not know of."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+        self.rank, self.size = gloo.rank(), gloo.size()
+        self._device = torch.device("cpu")
+
+    def _both(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        works = []
+        if outgoing is not None and outgoing[0].numel():
+            works.append(self._gloo.send([outgoing[0]], outgoing[1], _COLLECTIVE))
+        if incoming is not None and incoming[0].numel():
+            works.append(self._gloo.recv([incoming[0]], incoming[1], _COLLECTIVE))
+        for work in works:
+            work.wait()
+
+
+_COLLECTIVE = 1 << 30  # a tag that no user takes
+
+
+class Parcels:
+    """What `Post` is on one host."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Any:
+        """gloo's own."""
+        return self._gloo.send([tensor], destination, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """gloo's own."""
+        if source == ANYONE:
+            return self._gloo.recv_anysource([tensor], tag)
+        return self._gloo.recv([tensor], source, tag)
+
+    def close(self) -> None:
+        """gloo closes itself."""

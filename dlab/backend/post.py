@@ -1,0 +1,245 @@
+"""Point to point with tags: sends and receives that go on by themselves, over rings in shared memory.
+
+A message that nobody has asked for, but which lies in front of one that somebody waits for, is put aside.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+import torch
+
+from dlab.backend.works import Pending
+from dlab.transports import SharedTransport
+from dlab.transports.checked import compare, header
+from dlab.transports.patience import Patience
+from dlab.transports.shared import bytes_of
+
+ANYONE = -1
+_HEADER = struct.Struct("<QQqQ")  # items, type, tag, bytes
+
+Outcome = tuple[Pending, Exception | None, int]  # a work, what went wrong, and who sent it
+
+
+@dataclass(eq=False)
+class Wish:
+    """A receive that waits for its message."""
+
+    source: int
+    tag: int
+    tensor: torch.Tensor
+    work: Pending
+    taken: bool = False  # its message is coming
+
+
+@dataclass
+class Letter:
+    """A message on its way in: first its head, then its body, straight into the tensor of whoever waits for it."""
+
+    head: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
+    body: memoryview | None = None
+    read: int = 0
+    wish: Wish | None = None
+    unwanted: bool = False  # its receiver expected something else, and has been told so
+
+    @property
+    def tag(self) -> int:
+        """What it is matched by."""
+        return int(_HEADER.unpack(self.head)[2])
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Items and type."""
+        return _HEADER.unpack(self.head)[:2]
+
+
+class Post:
+    """One rank's sends and receives: begun by whoever asks, and carried on by a thread if they cannot end at once."""
+
+    def __init__(self, transport: SharedTransport, name: str) -> None:
+        self._transport, self._name = transport, name
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._out: dict[int, deque[tuple[memoryview, Pending | None]]] = defaultdict(deque)
+        self._wishes: list[Wish] = []  # in the order in which they were made
+        self._coming = {other: Letter() for other in transport.incoming}
+        self._aside: dict[int, list[Letter]] = defaultdict(list)
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Pending:
+        """Done when all of it is on its way: from then on the tensor may be changed."""
+        self._transport.check(tensor, destination)
+        content, work = bytes_of(tensor), Pending([tensor])
+        head = memoryview(_HEADER.pack(*header(tensor), tag, len(content)))
+        with self._changed:
+            self._out[destination] += [(head, None), (content, work)]
+        self._begin()
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        """Done when it is there. The source may be ANYONE."""
+        someone = (self._transport.rank + 1) % self._transport.size
+        self._transport.check(tensor, someone if source == ANYONE else source)
+        wish = Wish(source, tag, tensor, Pending([tensor], source))
+        with self._changed:
+            outcomes = list[Outcome]()
+            if any(self._open(wish, other, outcomes) for other in self._sources(wish)):
+                _announce(outcomes)
+                return wish.work
+            self._wishes.append(wish)
+        self._begin()
+        return wish.work
+
+    def close(self) -> None:
+        """Whatever still waits is told so."""
+        with self._changed:
+            self._transport.peers.closed = True
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        """Get as far as possible at once; the thread does the rest."""
+        with self._changed:
+            _, outcomes = self._advance()
+            if self._busy():
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+        _announce(outcomes)
+
+    def _busy(self) -> bool:
+        return bool(self._wishes) or any(self._out.values())
+
+    def _serve(self) -> None:
+        wait = Patience(self._transport.peers, self._transport.timeout, self._whom)
+        while True:
+            with self._changed:
+                while not self._busy():
+                    if self._transport.peers.closed:
+                        return
+                    self._changed.wait()
+                    wait.reset()
+                moved, outcomes = self._advance()
+            _announce(outcomes)
+            if moved:
+                wait.reset()
+                continue
+            try:
+                wait()
+            except Exception as problem:
+                self._give_up(problem)
+
+    def _whom(self) -> tuple[int, str]:
+        """Whom the oldest of all waits for."""
+        rank = self._transport.rank
+        with self._changed:
+            if self._wishes:
+                source = self._wishes[0].source
+                who = "anyone" if source == ANYONE else f"rank {source}"
+                return (rank if source == ANYONE else source), f"rank {rank} has waited to receive from {who}"
+            other = next((other for other, queue in self._out.items() if queue), rank)
+            return other, f"rank {rank} has waited to send to rank {other}"
+
+    def _give_up(self, problem: Exception) -> None:
+        """Nothing more will come from, or go to, the rank that the oldest waits for."""
+        with self._changed:
+            other, _ = self._whom()
+            lost = [wish for wish in self._wishes if wish.source in (other, ANYONE)]
+            works = [wish.work for wish in lost] + [work for _, work in self._out[other] if work is not None]
+            self._wishes = [wish for wish in self._wishes if wish not in lost]
+            self._out[other].clear()
+        _announce([(work, problem, ANYONE) for work in works])
+
+    def _advance(self) -> tuple[int, list[Outcome]]:
+        """Move whatever can be moved, and say what has come to its end."""
+        moved, outcomes = 0, list[Outcome]()
+        for destination, queue in self._out.items():
+            while queue:
+                part, work = queue[0]
+                count = self._transport.outgoing[destination].put(part)
+                moved += count
+                if count < len(part):
+                    queue[0] = (part[count:], work)
+                    break
+                queue.popleft()
+                if work is not None:
+                    outcomes.append((work, None, ANYONE))
+        for source in {source for wish in self._wishes for source in self._sources(wish)}:
+            while self._wanted(source) and (count := self._read(source, outcomes)):
+                moved += count
+        return moved, outcomes
+
+    def _sources(self, wish: Wish) -> list[int]:
+        return list(self._coming) if wish.source == ANYONE else [wish.source]
+
+    def _wanted(self, source: int) -> bool:
+        return any(wish.source in (source, ANYONE) for wish in self._wishes)
+
+    def _read(self, source: int, outcomes: list[Outcome]) -> int:
+        """Read on in the letter that comes from this rank; gives how many bytes were there."""
+        ring, letter, count = self._transport.incoming[source], self._coming[source], 0
+        if letter.body is None:
+            count = ring.get(memoryview(letter.head)[letter.read :])
+            letter.read += count
+            if letter.read < len(letter.head):
+                return count
+            self._address(letter, source, outcomes)
+        assert letter.body is not None
+        more = ring.get(letter.body[letter.read :])
+        letter.read += more
+        if letter.read == len(letter.body):
+            self._coming[source] = Letter()
+            if letter.wish is not None:
+                self._wishes.remove(letter.wish)
+                outcomes.append((letter.wish.work, None, source))
+            elif not letter.unwanted:
+                self._aside[source].append(letter)
+                if (wish := self._match(source, letter.tag)) is not None:  # asked for while it was put aside
+                    self._wishes.remove(wish)
+                    self._open(wish, source, outcomes)
+        return count + more
+
+    def _address(self, letter: Letter, source: int, outcomes: list[Outcome]) -> None:
+        """The head is there: where is the body to go?"""
+        letter.read, letter.wish = 0, self._match(source, letter.tag)
+        if letter.wish is not None:
+            try:
+                compare(letter.kind, letter.wish.tensor, source, self._transport.rank)
+                letter.body = bytes_of(letter.wish.tensor)
+                return
+            except ValueError as problem:
+                outcomes.append((letter.wish.work, problem, source))
+                self._wishes.remove(letter.wish)
+                letter.wish, letter.unwanted = None, True
+        letter.body = memoryview(bytearray(_HEADER.unpack(letter.head)[3]))
+
+    def _match(self, source: int, tag: int) -> Wish | None:
+        """The oldest receive that waits for such a message."""
+        for wish in self._wishes:
+            if wish.tag == tag and wish.source in (source, ANYONE) and not wish.taken:
+                wish.taken, wish.source = True, source
+                return wish
+        return None
+
+    def _open(self, wish: Wish, source: int, outcomes: list[Outcome]) -> bool:
+        """Take what was put aside for it, if there is such a letter."""
+        for letter in self._aside[source]:
+            if letter.tag == wish.tag and letter.body is not None:
+                self._aside[source].remove(letter)
+                problem = None
+                try:
+                    compare(letter.kind, wish.tensor, source, self._transport.rank)
+                    bytes_of(wish.tensor)[:] = letter.body
+                except ValueError as error:
+                    problem = error
+                outcomes.append((wish.work, problem, source))
+                return True
+        return False
+
+
+def _announce(outcomes: list[Outcome]) -> None:
+    """Not under the lock: what waits for a work may ask for the next one."""
+    for work, problem, source in outcomes:
+        work.finish(problem, source)
