@@ -20,16 +20,9 @@ from dlab.processes.cluster import Cluster
 from dlab.processes.errors import WorkerError
 from dlab.processes.inside import device, knob, log, rank, world_size
 from dlab.processes.run import Run
+from dlab.reduction import average_gradients
 
 Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
-
-
-def average_gradients(model: torch.nn.Module) -> None:
-    """Replace each gradient by its mean over the ranks: a sum over all, divided by their number."""
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-        parameter.grad /= world_size()
 
 
 def train(average: Average, steps: int, seed: int = 1234) -> torch.nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -38,3 +40,24 @@ class TwoLayer(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+def flatten_gradients(model: nn.Module, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+    """Let all gradients of a model lie one after another in one tensor, and give that tensor, all zeros.
+
+    Each `parameter.grad` is a view of it: the backward pass fills it, and one all-reduce averages all gradients at
+    once. `empty=dlab.shared_empty` puts it where `dlab.allreduce` need not copy it; every rank must do so then. Keep
+    the views: `optimizer.zero_grad(set_to_none=False)`, or zero the whole by `flat.zero_()`.
+
+    >>> flat = flatten_gradients(model, empty=dlab.shared_empty)
+    >>> loss.backward()
+    >>> dlab.allreduce(flat, op="mean")
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1:
+        raise ValueError("a flat gradient needs parameters of one type on one device, and at least one of them")
+    device, dtype = parameters[0].device, parameters[0].dtype
+    flat = empty(sum(parameter.numel() for parameter in parameters), dtype=dtype).to(device).zero_()
+    for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat

@@ -1,19 +1,50 @@
-"""The fastest all-reduce for where the ranks are, and memory in which it has nothing to copy."""
+"""All-reduce for those who only want it done: the fastest for where the ranks are, and gradients averaged with it.
+
+Taught in `02_allreduce.ipynb`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlab import collectives
+from dlab.backend.group import OPS, DlabGroup
 from dlab.collectives.fused import Fused
-from dlab.collectives.ops import prepare
-from dlab.processes.inside import transport
+from dlab.collectives.ops import finish, prepare
+from dlab.processes.inside import transport, world_size
 from dlab.transports import TorchTransport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
-_REDUCE_OPS = {"sum": "SUM", "mean": "SUM", "product": "PRODUCT", "max": "MAX", "min": "MIN"}
+_REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
 _state: tuple[object, Fused | None] = (None, None)  # of which process group, and its shared memory if it has any
+
+
+def average_gradients(model: torch.nn.Module, allreduce: Callable[..., Any] | None = None) -> None:
+    """Replace each gradient by its mean over the ranks: a sum over all, divided by their number.
+
+    Parameter by parameter, by `dist.all_reduce`, or by a collective of `dlab.collectives` or your own that works in
+    place, `allreduce(tensor, transport)`: that one gets a copy, so that the gradient stays whole until all is there.
+
+    >>> loss.backward()
+    >>> average_gradients(model, allreduce=ring_allreduce)
+    >>> optimizer.step()
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            raise ValueError(f"{name} has no gradient: call loss.backward() first, and use every layer on every rank")
+        if allreduce is None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        else:
+            received = parameter.grad.clone(memory_format=torch.contiguous_format)
+            allreduce(received, transport())
+            parameter.grad.copy_(received)
+        parameter.grad /= world_size()
 
 
 def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum") -> None:
@@ -24,15 +55,14 @@ def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum") ->
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
-    row, _ = prepare(tensor, op)
     if algorithm != "auto":
-        getattr(collectives, f"{algorithm}_allreduce")(row, transport(), op=op)
-    elif (fused := _shared_memory()) is not None and row.device.type == "cpu":
-        fused.allreduce(row, op)
+        getattr(collectives, f"{algorithm}_allreduce")(tensor, transport(), op=op)
+    elif tensor.is_cpu and (fused := _shared_memory()) is not None:
+        fused.allreduce(tensor, op)
     else:
-        dist.all_reduce(row, op=getattr(dist.ReduceOp, _REDUCE_OPS[op]))
-        if op == "mean":
-            row /= dist.get_world_size()
+        row, _ = prepare(tensor, op)
+        dist.all_reduce(row, op=_REDUCE_OPS[op])
+        finish(row, op, dist.get_world_size())
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,15 +71,17 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     Where ranks share no memory (between hosts, on GPUs) it is an ordinary tensor on the CPU.
     """
     fused = _shared_memory()
+    if isinstance(dist.group.WORLD, DlabGroup):
+        return dist.group.WORLD.shared_empty(shape, dtype)
     return torch.empty(*shape, dtype=dtype) if fused is None else fused.empty(shape, dtype)
 
 
 def _shared_memory() -> Fused | None:
-    """Made once for a process group, by all its ranks together."""
+    """Made once for a process group, by all its ranks together. The backend `dlab` has its own."""
     global _state
     if not dist.is_initialized():
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
     if _state[0] is not dist.group.WORLD:
-        possible = dist.get_backend() != "nccl"
+        possible = dist.get_backend() == "gloo"
         _state = (dist.group.WORLD, Fused.connect(TorchTransport()) if possible else None)
     return _state[1]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import dlab
+from dlab.collectives import ring_allreduce
 
 OPS = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
 
@@ -150,3 +151,64 @@ def test_any_number_of_ranks(ranks):
 def test_outside_a_process_group_it_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"cluster\.run"):
         dlab.allreduce(torch.ones(3))
+
+
+def _averaged(allreduce):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)  # frozen: has no gradient, and needs none
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, (dlab.rank() + 1.0) * (number + 1))
+    dlab.average_gradients(model, allreduce=allreduce)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _by_hand(tensor, transport):
+    """All to rank 0, and back."""
+    if transport.rank:
+        transport.send(tensor, 0)
+        transport.recv(tensor, 0)
+        return
+    incoming = torch.empty_like(tensor)
+    for other in (1, 2):
+        transport.recv(incoming, other)
+        tensor += incoming
+    for other in (1, 2):
+        transport.send(tensor, other)
+
+
+@pytest.mark.parametrize("allreduce", [None, ring_allreduce, _by_hand], ids=["dist", "ring", "by hand"])
+def test_average_gradients_gives_every_rank_the_mean_of_each_parameter(cluster, allreduce):
+    for found in cluster.run(_averaged, allreduce, timeout=60):
+        assert found[1] is None
+        for number in (0, 2, 3):
+            assert (found[number] == 2.0 * (number + 1)).all()
+
+
+def test_average_gradients_before_backward_says_what_to_do(cluster):
+    with pytest.raises(dlab.WorkerError, match=r"weight has no gradient: call loss\.backward\(\) first"):
+        cluster.run(lambda: dlab.average_gradients(torch.nn.Linear(2, 2)), timeout=30)
+
+
+def _train(flat_in):
+    torch.manual_seed(0)
+    model = dlab.TwoLayer()
+    flat = dlab.models.flatten_gradients(model, empty=flat_in) if flat_in else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images, labels = dlab.mnist(train=False)[:96]
+    for step in range(4):
+        mine = slice(8 * (3 * step + dlab.rank()), 8 * (3 * step + dlab.rank() + 1))
+        optimizer.zero_grad(set_to_none=flat is None)
+        torch.nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
+        if flat is None:
+            dlab.average_gradients(model)
+        else:
+            dlab.allreduce(flat, op="mean")
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("flat_in", [torch.empty, dlab.shared_empty], ids=["private", "shared"])
+def test_training_with_one_flat_gradient_equals_training_parameter_by_parameter(cluster, flat_in):
+    for flat, single in zip(cluster.run(_train, flat_in), cluster.run(_train, None), strict=True):
+        torch.testing.assert_close(flat, single)

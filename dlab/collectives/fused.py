@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dlab.collectives.ops import COMBINE, OPS, finish
+from dlab.collectives.ops import COMBINE, OPS, finish, prepare
 from dlab.transports import Transport, share_memory
 from dlab.transports.checked import DTYPES, header
-from dlab.transports.patience import LOOKS, Patience, Peers
+from dlab.transports.patience import Patience, Peers
 
 BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
@@ -57,7 +57,7 @@ class Table:
 
     def _wait_for(self, line: int, token: int) -> None:
         lines, count, other = self._lines, self._count, line // _LINE
-        looks = LOOKS
+        looks = self.peers.looks
         while lines[line] < count and looks:
             looks -= 1
         if not looks:
@@ -148,9 +148,14 @@ class Fused:
 
     def allreduce(self, tensor: torch.Tensor, op: str) -> None:
         """In place, on a contiguous tensor."""
-        known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op)) or self._look_up(tensor, op)
+        known = None
+        if tensor.layout == torch.strided and tensor.is_contiguous():
+            known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
         if known is None:
-            self._reduce_private(tensor.view(-1), op)
+            row, _ = prepare(tensor, op)
+            known = self._look_up(row, op)
+        if known is None:
+            self._reduce_private(row, op)
             return
         plan, blocks = known
         self.table.meet(plan)

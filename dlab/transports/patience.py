@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable
 
-LOOKS, YIELDS = 100, 200  # turns of each, before sleeping
+LOOKS, YIELDS = 100, 200  # turns of each, before sleeping; where ranks outnumber cores, looking keeps others from it
 NAP, LONGEST_NAP = 20e-6, 1e-3
 ASK = 0.05  # seconds between two questions whether the wait can still end well
 
@@ -18,6 +18,7 @@ class Peers:
     def __init__(self, numbers: memoryview, rank: int) -> None:
         self._pids = numbers
         self._pids[rank] = os.getpid()
+        self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
         self.closed = False
 
     def trouble(self, rank: int) -> str | None:
@@ -55,9 +56,9 @@ class Patience:
 
     def __call__(self) -> None:
         self._turns += 1
-        if self._turns <= LOOKS:
+        if self._turns <= self._peers.looks:
             return
-        if self._turns <= LOOKS + YIELDS:
+        if self._turns <= self._peers.looks + YIELDS:
             os.sched_yield()
             return
         now = time.monotonic()
@@ -65,7 +66,7 @@ class Patience:
         if now > self._ask:
             self._ask = now + ASK
             self._complain(now > self._deadline)
-        time.sleep(min(NAP * (self._turns - LOOKS - YIELDS), LONGEST_NAP))
+        time.sleep(min(NAP * (self._turns - self._peers.looks - YIELDS), LONGEST_NAP))
 
     def _complain(self, too_long: bool) -> None:
         other, complaint = self._whom()
