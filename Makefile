@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
 	$$python -c '$(IN_RANGE)' >/dev/null 2>&1 && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test bench check clean
+.PHONY: help lab test conformance bench check clean
 
 help: ## print this list
 	@echo 'make …'
@@ -28,6 +28,9 @@ lab: $(READY) ## open JupyterLab on the tour (PORT=8888, OPEN=0 for no browser, 
 
 test: $(READY) ## run all tests, notebooks included (ARGS="-k data" for some of them)
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+conformance: $(READY) ## run PyTorch's own distributed tests on gloo and on dlab, side by side (ARGS="-k reduce")
+	@PYTHONPATH=tests $(VENV)/bin/python -m conformance $(ARGS)
 
 bench: $(READY) ## measure this machine
 	@$(VENV)/bin/python -m dlab.bench $(ARGS)

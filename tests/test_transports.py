@@ -85,15 +85,21 @@ def test_exchange_between_two_ranks_never_deadlocks_however_large_the_tensor(clu
     assert found == [[2.0], None, [0.0]]
 
 
-def _wait_in_vain():
-    transport = connect(timeout=0.3)
+def _wait_in_vain(wire, *args):
+    transport = wire(*args)
     if transport.rank == 2:
         transport.recv(torch.empty(1), 0)
 
 
 def test_a_rank_that_waits_too_long_says_for_whom(cluster):
     with pytest.raises(dlab.WorkerError, match=r"rank 2 has waited to receive from rank 0 for 0\.3 s"):
-        cluster.run(_wait_in_vain, timeout=30)
+        cluster.run(_wait_in_vain, connect, None, 0.3, timeout=30)
+
+
+def test_so_it_does_over_gloo():
+    late = pytest.raises(dlab.WorkerError, match=r"rank 2 could not receive from rank 0: .*[Tt]imed out")
+    with dlab.Cluster(3, timeout=1) as impatient, late:
+        impatient.run(_wait_in_vain, TorchTransport, timeout=30)
 
 
 def _many_ranks():

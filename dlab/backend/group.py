@@ -192,7 +192,9 @@ class DlabGroup(dist.ProcessGroup):
 
         return self._do(task, outputs, opts)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
+        """Several at once: here the outputs come by rank, not by tensor."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
         """The same, one after another in one tensor."""

@@ -19,14 +19,9 @@ class GlooTransport(TorchTransport):
         self.rank, self.size = gloo.rank(), gloo.size()
         self._device = torch.device("cpu")
 
-    def _both(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        works = []
-        if outgoing is not None and outgoing[0].numel():
-            works.append(self._gloo.send([outgoing[0]], outgoing[1], _COLLECTIVE))
-        if incoming is not None and incoming[0].numel():
-            works.append(self._gloo.recv([incoming[0]], incoming[1], _COLLECTIVE))
-        for work in works:
-            work.wait()
+    def _begin(self, outgoing: Parcel | None, incoming: Parcel | None) -> list[Any]:
+        works = [] if outgoing is None else [self._gloo.send([outgoing[0]], outgoing[1], _COLLECTIVE)]
+        return works if incoming is None else [*works, self._gloo.recv([incoming[0]], incoming[1], _COLLECTIVE)]
 
 
 _COLLECTIVE = 1 << 30  # a tag that no user takes

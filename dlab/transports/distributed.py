@@ -35,10 +35,25 @@ class TorchTransport(Transport):
         return torch.tensor(header(tensor), dtype=torch.int64, device=self._device)
 
     def _both(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        if outgoing is not None and not outgoing[0].numel():
+            outgoing = None
+        if incoming is not None and not incoming[0].numel():
+            incoming = None
+        if outgoing is None and incoming is None:
+            return
+        try:
+            for work in self._begin(outgoing, incoming):
+                work.wait()
+        except RuntimeError as problem:  # the backend names no rank, or by its address
+            doing = [f"send to rank {outgoing[1]}"] if outgoing else []
+            doing += [f"receive from rank {incoming[1]}"] if incoming else []
+            raise ConnectionError(f"rank {self.rank} could not {' and '.join(doing)}: {problem}") from None
+
+    def _begin(self, outgoing: Parcel | None, incoming: Parcel | None) -> list[dist.Work]:
+        """Both at once, as NCCL wants it."""
         operations = [
             dist.P2POp(operation, parcel[0], group=self._group, group_peer=parcel[1])
             for operation, parcel in ((dist.isend, outgoing), (dist.irecv, incoming))
-            if parcel is not None and parcel[0].numel()
+            if parcel is not None
         ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        return dist.batch_isend_irecv(operations)

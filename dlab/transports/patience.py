@@ -73,4 +73,6 @@ class Patience:
         if trouble := self._peers.trouble(other):
             raise ConnectionError(f"{complaint}, {trouble}")
         if too_long:
-            raise TimeoutError(f"{complaint} for {self._timeout:g} s: is that rank stuck, or only slow?")
+            raise TimeoutError(
+                f"{complaint} for {self._timeout:g} s, then its timeout was over: is that rank stuck, or slow?"
+            )
