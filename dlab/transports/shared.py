@@ -20,7 +20,7 @@ from dlab.transports.checked import compare, header
 from dlab.transports.distributed import TorchTransport
 from dlab.transports.patience import Patience, Peers
 
-RING = 256 << 10  # bytes that fit into a ring; larger messages flow through
+RING = 1 << 20  # bytes that fit into a ring; larger messages flow through, in few pieces, for each costs a wait
 _LINE = 64  # head and tail on a cache line each
 _RING_BYTES = 2 * _LINE + RING
 _HEADER = struct.Struct("<QQ")
