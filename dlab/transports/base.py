@@ -64,6 +64,8 @@ class Transport(ABC):
             raise ValueError(f"rank {self.rank} sends to itself: copy the tensor instead")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise ValueError("only dense, contiguous tensors can be sent: call .contiguous() (or .to_dense()) first")
+        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are not yet those that it shows
+            raise ValueError("a conjugated view cannot be sent as it is: call .resolve_conj().resolve_neg() first")
 
 
 class Group(Transport):

@@ -6,12 +6,12 @@ Whoever has to wait looks a few times, then lets other ranks have the core, then
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import os
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -87,13 +87,7 @@ class SharedTransport(Transport):
         if incoming is not None:
             to_fill = [memoryview(announced), bytes_of(incoming[0])]
 
-        def whom() -> tuple[int, str]:
-            if to_fill and incoming is not None:
-                return incoming[1], f"rank {self.rank} has waited to receive from rank {incoming[1]}"
-            assert outgoing is not None
-            return outgoing[1], f"rank {self.rank} has waited to send to rank {outgoing[1]}"
-
-        wait = Patience(self.peers, self.timeout, whom)
+        wait: Patience | None = None
         while to_send or to_fill:
             moved = 0
             if to_send and outgoing is not None:
@@ -105,9 +99,21 @@ class SharedTransport(Transport):
                 if waiting_for_header and len(to_fill) < 2:
                     compare(_HEADER.unpack(announced), tensor, source, self.rank)
             if moved:
-                wait.reset()
+                wait = None
             else:
+                wait = wait or self._patience(outgoing if to_send else None, incoming if to_fill else None)
                 wait()
+
+    def _patience(self, outgoing: Parcel | None, incoming: Parcel | None) -> Patience:
+        """To wait for the one that we receive from, else for the one that we send to."""
+
+        def whom() -> tuple[int, str]:
+            if incoming is not None:
+                return incoming[1], f"rank {self.rank} has waited to receive from rank {incoming[1]}"
+            assert outgoing is not None
+            return outgoing[1], f"rank {self.rank} has waited to send to rank {outgoing[1]}"
+
+        return Patience(self.peers, self.timeout, whom)
 
 
 def connect(wire: Transport | None = None, timeout: float = 600.0) -> Transport:
@@ -171,9 +177,11 @@ def _front(size: int) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's content."""
-    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
-    return memoryview(array)
+    """A tensor's content where it lies; hold the tensor as long as you use it."""
+    if not tensor.is_cpu:
+        raise TypeError(f"shared memory carries tensors on the CPU, not on {tensor.device}: call .cpu() first")
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _advance(parts: list[memoryview], move: Callable[[memoryview], int]) -> int:
