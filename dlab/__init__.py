@@ -38,17 +38,19 @@ _HOME = {
     "Deadlock": "transports",
     "rehearse": "rehearsal",
     "allreduce": "reduction",
+    "average_gradients": "reduction",
     "shared_empty": "reduction",
     "LossCurves": "views",
+    "Messages": "views",
     "show_source": "views",
 }
 
-_MODULES = ("collectives", "cost", "data", "events", "models", "transports", "views")
+_MODULES = ("backend", "collectives", "cost", "data", "events", "models", "transports", "views")
 
 __all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from dlab import collectives, cost, data, events, models, transports, views
+    from dlab import backend, collectives, cost, data, events, models, transports, views
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
     from dlab.models import MLP, SimpleCNN, TwoLayer
@@ -56,10 +58,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.inside import device, knob, log, rank, transport, watch, world_size
     from dlab.processes.run import Run
-    from dlab.reduction import allreduce, shared_empty
+    from dlab.reduction import allreduce, average_gradients, shared_empty
     from dlab.rehearsal import rehearse
     from dlab.transports import Deadlock
-    from dlab.views import LossCurves, show_source
+    from dlab.views import LossCurves, Messages, show_source
 
 
 def __getattr__(name: str) -> Any:

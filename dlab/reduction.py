@@ -15,7 +15,7 @@ from dlab import collectives
 from dlab.backend.group import OPS, DlabGroup
 from dlab.collectives.fused import Fused
 from dlab.collectives.ops import finish, prepare
-from dlab.processes.inside import transport, world_size
+from dlab.processes.inside import device, transport, world_size
 from dlab.transports import TorchTransport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
@@ -68,12 +68,14 @@ def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum") ->
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor that `allreduce` combines where it lies. Every rank must call it, with the same shape and type.
 
-    Where ranks share no memory (between hosts, on GPUs) it is an ordinary tensor on the CPU.
+    Where ranks share no memory (between hosts, on GPUs) it is an ordinary tensor, on the GPU if NCCL joins them.
     """
     fused = _shared_memory()
     if isinstance(dist.group.WORLD, DlabGroup):
         return dist.group.WORLD.shared_empty(shape, dtype)
-    return torch.empty(*shape, dtype=dtype) if fused is None else fused.empty(shape, dtype)
+    if fused is None:
+        return torch.empty(*shape, dtype=dtype, device=device() if dist.get_backend() == "nccl" else None)
+    return fused.empty(shape, dtype)
 
 
 def _shared_memory() -> Fused | None:

@@ -100,7 +100,7 @@ LAYERS = (
     {"collectives", "rehearsal", "cost"},  # algorithms
     {"backend"},  # the algorithms as torch.distributed knows them
     {"processes"},  # workers
-    {"strategies", "kvstore", "sharding", "pipeline", "reduction"},  # the lessons
+    {"strategies", "kvstore", "sharding", "pipeline", "reduction", "exercises"},  # the lessons
     {"training"},  # puts the parts together
     {"demo", "bench"},  # use it
     {"cli"},

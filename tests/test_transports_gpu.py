@@ -79,6 +79,16 @@ def test_auto_is_nccls_own(cluster, op):
     assert cluster.run(_auto, op, timeout=120) == [[expected]] * cluster.workers
 
 
+def _shared():
+    tensor = dlab.shared_empty(10).fill_(1.0)
+    dlab.allreduce(tensor)
+    return tensor.device.type, tensor.unique().tolist()
+
+
+def test_shared_empty_is_a_tensor_on_the_gpu_and_can_be_reduced(cluster):
+    assert cluster.run(_shared, timeout=120) == [("cuda", [float(cluster.workers)])] * cluster.workers
+
+
 def _averaged(allreduce):
     model = torch.nn.Linear(3, 2).to(dlab.device())
     for parameter in model.parameters():

@@ -2,6 +2,7 @@
 
 from dlab.views.curves import LossCurves
 from dlab.views.live import show_live
+from dlab.views.messages import Messages
 from dlab.views.source import show_source
 
-__all__ = ["LossCurves", "show_live", "show_source"]
+__all__ = ["LossCurves", "Messages", "show_live", "show_source"]

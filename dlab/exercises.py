@@ -1,0 +1,241 @@
+"""The exercise of `02_allreduce.ipynb`, "write a ring": a check that counts messages and bytes as well as the sum."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dlab import cost
+from dlab.rehearsal import Rehearsal, rehearse
+from dlab.transports import Deadlock, Transport
+from dlab.transports.base import Parcel
+
+Ring = Callable[[torch.Tensor, Transport], object]
+
+# ranks, elements and whether one rank is slow; four ranks first, where the numbers are easy to follow
+CASES = [
+    *((4, 12, False), (4, 10, False), (4, 12, True)),
+    *((1, 5, False), (2, 6, False), (3, 7, False), (5, 3, False), (6, 12, False), (7, 10, False), (3, 0, False)),
+]
+SLOW_RANK, PAUSE = 1, 0.01  # seconds before each of its messages
+LIMIT = 10.0  # seconds for one case, which takes a right ring some milliseconds
+
+
+def check_ring(my_ring: Ring) -> str:
+    """Try `my_ring(tensor, transport)` in rehearsals: "well done …", or "not yet: …" with the first thing to mend.
+
+    Asked for is the sum, in place, on every rank, and no more messages and bytes than a ring needs.
+
+    >>> check_ring(lambda tensor, transport: None)
+    'not yet: with 4 ranks and 12 elements, every rank still holds only its own numbers: add what comes in …'
+    """
+    for ranks, elements, slow in CASES:
+        case = f"with {_count(ranks, 'rank')} and {_count(elements, 'element')}" + slow * f", rank {SLOW_RANK} slow"
+        if problem := _Trial(my_ring, ranks, elements, slow).problem():
+            return f"not yet: {case}, {problem}."
+    return (
+        "well done: the sum is right for 1 to 7 ranks, for sizes that do not divide and with a slow rank, "
+        "and each rank sends 2(n-1)/n of the tensor to its neighbour, as the formula says."
+    )
+
+
+class _Slow(Transport):
+    """A rank that takes its time before every message."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self.rank, self.size = transport, transport.rank, transport.size
+
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        time.sleep(PAUSE)
+        self._transport.move(outgoing, incoming)
+
+    def label(self, phase: str, step: int) -> None:
+        self._transport.label(phase, step)
+
+
+class _Trial:
+    """One rehearsal of a learner's ring: rank r begins with 10**r times 1, 2, 3, … (whole numbers: sums are exact)."""
+
+    def __init__(self, my_ring: Ring, ranks: int, elements: int, slow: bool) -> None:
+        self.my_ring, self.ranks, self.elements, self.slow = my_ring, ranks, elements, slow
+        self.own = [10.0**rank * torch.arange(1.0, elements + 1) for rank in range(ranks)]
+        self.sum = torch.stack(self.own).sum(0)
+        self.tensors = [tensor.clone() for tensor in self.own]
+        self.failed: dict[int, Exception] = {}
+        self.threads: dict[int, int] = {}  # of the ranks that have not returned
+        self.stuck: list[int] = []
+
+    def problem(self) -> str | None:
+        """What is wrong, in words that follow "with 4 ranks and 12 elements,"; None if nothing is."""
+        try:
+            played = self._play()
+        except Deadlock as error:
+            return _tell_deadlock(str(error))
+        if self.failed:
+            return self._tell_failure()
+        if played is None:
+            return (
+                f"{_ranks(self.stuck)} had not returned after {LIMIT:g} s: look for a loop that does not end; "
+                "a ring takes 2(n-1) steps"
+            )
+        return self._wrong_values(played) or self._wrong_messages(played)
+
+    def _play(self) -> Rehearsal | None:
+        """The rehearsal, in a thread that we need not wait for; None if it does not end."""
+        ended: list[Rehearsal] = []
+        deadlocks: list[Deadlock] = []
+
+        def work(transport: Transport) -> object:
+            rank = transport.rank
+            if self.slow and rank == SLOW_RANK:
+                transport = _Slow(transport)
+            self.threads[rank] = threading.get_ident()
+            try:
+                return self.my_ring(self.tensors[rank], transport)
+            except Deadlock:
+                raise
+            except Exception as error:
+                self.failed[rank] = error
+                raise
+            finally:
+                del self.threads[rank]
+
+        def play() -> None:
+            try:
+                ended.append(rehearse(work, self.ranks))
+            except Deadlock as error:
+                deadlocks.append(error)
+            except BaseException:
+                pass  # told by `failed`, or ended by `_interrupt`
+
+        player = threading.Thread(target=play, daemon=True)
+        player.start()
+        player.join(LIMIT)
+        if deadlocks:
+            raise deadlocks[0]
+        if player.is_alive():
+            self._interrupt()
+        return ended[0] if ended else None
+
+    def _interrupt(self) -> None:
+        """Ask the threads that still run to end; one that is not inside Python code (a long sleep) does it later."""
+        self.stuck = sorted(self.threads)
+        for thread in list(self.threads.values()):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+
+    def _tell_failure(self) -> str:
+        rank = min(self.failed)
+        error = self.failed[rank]
+        lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == _name(self.my_ring)]
+        where = f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
+        return f"{_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
+
+    def _wrong_values(self, returned: list[Any]) -> str | None:
+        right = [torch.equal(tensor, self.sum) for tensor in self.tensors]
+        if all(right):
+            return None
+        done = [rank for rank in range(self.ranks) if right[rank]]
+        parts = torch.stack([tensor == self.sum for tensor in self.tensors])
+        if all(isinstance(tensor, torch.Tensor) and torch.equal(tensor, self.sum) for tensor in returned):
+            return "the sum is returned as a new tensor: work in place, as with tensor.copy_(result)"
+        if all(torch.equal(tensor, own) for tensor, own in zip(self.tensors, self.own, strict=True)):
+            return (
+                "every rank still holds only its own numbers: add what comes in to the tensor itself, "
+                "as with chunk += incoming (tensor = … would only give a name to something new)"
+            )
+        if done:
+            missing = [rank for rank in range(self.ranks) if not right[rank]]
+            return (
+                f"{_ranks(done)} {_hold(done)} the sum, but {_ranks(missing)} {_hold(missing)} something else: "
+                "every rank must take every step, and end with every chunk"
+            )
+        if all(torch.allclose(tensor, self.sum / self.ranks) for tensor in self.tensors):
+            return "every rank holds the mean: leave the sum as it is, dividing is for the caller"
+        if parts.any(0).all() and parts.any(1).all():
+            return (
+                "every rank holds a part of the sum and none has it all: "
+                "the second round is missing, in which the finished chunks go round once more"
+            )
+        rank, element = (int(index) for index in (~parts).nonzero()[0])
+        found, wanted = self.tensors[rank][element].item(), self.sum[element].item()
+        return (
+            f"element {element} of rank {rank} is {found:g}, but the sum is {wanted:g}: rank r began with "
+            f"10**r times 1, 2, 3, …, so the digits say whose part is missing, and whose came more than once"
+        )
+
+    def _wrong_messages(self, played: Rehearsal) -> str | None:
+        size = self.elements * self.sum.element_size()
+        formula = cost.allreduce("ring", self.ranks, size)
+        sent, destinations = [0] * self.ranks, [set[int]() for _ in range(self.ranks)]
+        for event in played.messages:
+            sent[event.rank] += event.data["bytes"]
+            destinations[event.rank].add(event.data["destination"])
+        # where chunks differ in size, who sends the larger ones is left to the learner
+        even = self.elements % self.ranks == 0
+        most = max(range(self.ranks), key=lambda rank: abs(sent[rank] - formula.bytes_per_rank[rank]))
+        if sum(sent) < sum(formula.bytes_per_rank):
+            return (
+                f"the sum is right, but only {sum(sent)} bytes were sent, and no ring can do with fewer than "
+                f"{sum(formula.bytes_per_rank)}: the ranks of a cluster share no variables, so send it all"
+            )
+        if sum(sent) > sum(formula.bytes_per_rank) or (even and sent != formula.bytes_per_rank):
+            who = "each rank" if len(set(sent)) == 1 else f"rank {most}"
+            return (
+                f"the sum is right, but {who} sent {_times(sent[most], size)} the tensor; a ring sends 2(n-1)/n of it, "
+                f"{_times(formula.bytes_per_rank[most], size)} with {_count(self.ranks, 'rank')}: cut it into "
+                f"{self.ranks} chunks of one size, and send one chunk per step"
+            )
+        if len(played.messages) > formula.messages:
+            return (
+                f"the sum and the bytes are right, but there were {len(played.messages)} messages; a ring has 2n(n-1), "
+                f"that is {formula.messages}: send each chunk as one message"
+            )
+        for step in (1, -1):
+            if all(to <= {(rank + step) % self.ranks} for rank, to in enumerate(destinations)):
+                return None
+        strays = [rank for rank, to in enumerate(destinations) if to - {(rank + 1) % self.ranks}]
+        rank = next((rank for rank in strays if len(destinations[rank]) > 1), strays[0])
+        return (
+            f"the sum and the bytes are right, but rank {rank} sent to {_ranks(sorted(destinations[rank]))}: in a ring "
+            f"every rank sends to the same neighbour in every step, and receives from the other one"
+        )
+
+
+def _tell_deadlock(chain: str) -> str:
+    if "has returned" in chain:
+        hint = "every rank must take the same number of steps, 2(n-1), and receive whatever is sent to it"
+    elif "receive from" not in chain:
+        hint = "everyone sends first and nobody receives; transport.exchange does both at once"
+    elif "send to" not in chain:
+        hint = "everyone waits to receive and nobody sends; transport.exchange does both at once"
+    else:
+        hint = "each waits for another one; transport.exchange sends and receives at once"
+    return f"there is a {chain}: {hint}"
+
+
+def _times(part: int, size: int) -> str:
+    return f"{round(part / size, 2):g} times" if size else f"{part} bytes of"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _hold(ranks: list[int]) -> str:
+    return "holds" if len(ranks) == 1 else "hold"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`."""
+    words = [str(rank) for rank in ranks]
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _name(function: Ring) -> str:
+    return getattr(function, "__name__", "")
