@@ -128,12 +128,26 @@ def test_seconds_calls_as_often_as_it_says():
     assert len(calls) == 7
 
 
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_ranks_meet_and_warm_up_before_they_are_timed(repeats):
+    calls = []
+    start, end = measure.moments(lambda: calls.append("work"), repeats, lambda: calls.append("barrier"))
+    assert calls == ["barrier", "work", *["work"] * repeats]
+    assert start <= end
+
+
+def test_ranks_together_take_from_the_first_begin_to_the_last_end():
+    assert measure.span([(3.0, 9.0), (2.0, 4.0), (2.5, 10.0)]) == 8.0
+
+
 def test_a_fresh_process_is_a_child_of_this_one():
     assert measure.in_fresh_process(eval, "__import__('os').getppid()") == os.getpid()
 
 
 def test_megabytes_are_what_the_system_says():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeper:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sleeper:
+        sleeper.stdout.readline()  # until then it grows
         truth = psutil.Process(sleeper.pid).memory_full_info().pss / 2**20
         assert measure.megabytes(sleeper.pid) == pytest.approx(truth, rel=0.5)
 

@@ -10,14 +10,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
+
+Sample = TypeVar("Sample")
+Moments = tuple[float, float]  # when a rank began and when it was through
 
 
-def alternate(*contenders: Callable[[], float], rounds: int) -> list[list[float]]:
+def alternate(*contenders: Callable[[], Sample], rounds: int) -> list[list[Sample]]:
     """Let each contender measure itself once per round, and give the samples of each.
 
     Every second round goes backwards, A B B A: whatever slows the machine down for a while strikes both alike.
@@ -25,7 +28,7 @@ def alternate(*contenders: Callable[[], float], rounds: int) -> list[list[float]
     >>> alternate(lambda: 1.0, lambda: 2.0, rounds=3)
     [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
     """
-    samples: list[list[float]] = [[] for _ in contenders]
+    samples: list[list[Sample]] = [[] for _ in contenders]
     turn = list(zip(contenders, samples, strict=True))
     for _ in range(rounds):
         for contender, taken in turn:
@@ -42,6 +45,26 @@ def seconds(work: Callable[[], Any], repeats: int = 1) -> float:
         work()
         times.append(time.perf_counter() - start)
     return median(times)
+
+
+def moments(work: Callable[[], Any], repeats: int, barrier: Callable[[], Any]) -> Moments:
+    """When `repeats` calls began and ended on one of several ranks. Every rank must call it."""
+    barrier()
+    work()  # whoever slept in the barrier comes late: a first call brings the ranks together
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return start, time.perf_counter()
+
+
+def span(ranks: Iterable[Moments]) -> float:
+    """Seconds from the first rank's begin to the last rank's end; all processes of a machine have one perf_counter.
+
+    >>> span([(1.0, 4.0), (2.0, 5.0)])
+    4.0
+    """
+    begins, ends = zip(*ranks, strict=True)
+    return max(ends) - min(begins)
 
 
 _FRESH = """

@@ -58,6 +58,16 @@ class Row:
         return "met" if self.target.met(self.ratio) else "not met"
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Where contenders and cases are many: a line for each case, a column for each contender, and no verdict."""
+
+    name: str
+    headings: tuple[str, ...]
+    lines: Sequence[tuple[str, ...]]
+    note: str = ""
+
+
 def faster(
     name: str, ours: Sequence[float], theirs: Sequence[float], target: float | None, unit: str, note: str = ""
 ) -> Row:
@@ -79,9 +89,9 @@ def number(value: float) -> str:
 
 
 class Measurement(Protocol):
-    """What makes a row: takes the row's name and whether to be quick about it."""
+    """What makes a row, or a grid: takes its name and whether to be quick about it."""
 
-    def __call__(self, name: str, quick: bool) -> Row: ...
+    def __call__(self, name: str, quick: bool) -> Row | Grid: ...
 
 
 def row(name: str) -> Callable[[Measurement], Measurement]:

@@ -1,27 +1,45 @@
-"""The table, for a terminal and for a README."""
+"""The table, for a terminal and for a README; grids come below it, each under its name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from dlab.bench.rows import AtMost, Row, number
+from dlab.bench.rows import AtMost, Grid, Row, number
 
 HEADINGS = ("what", "dlab", "against", "ratio", "target", "")
 
 
-def as_text(rows: Sequence[Row], machine: str) -> str:
+def as_text(measured: Sequence[Row | Grid], machine: str) -> str:
     """Aligned columns, and below them what there is to know about each row."""
-    lines = [HEADINGS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rows = [row for row in measured if isinstance(row, Row)]
     notes = [f"{row.name}:\n    {row.note}" for row in rows if row.note]
-    return "\n".join([machine, "", *table, "", *notes])
+    lines = [machine, "", *_aligned([HEADINGS, *map(_cells, rows)]), "", *notes]
+    for grid in _grids(measured):
+        lines += ["", f"{grid.name}:", *_aligned([grid.headings, *grid.lines]), f"    {grid.note}"]
+    return "\n".join(lines)
 
 
-def as_markdown(rows: Sequence[Row], machine: str) -> str:
-    """A table that GitHub draws, with the machine below it."""
-    lines = [(*HEADINGS, "how"), ("---",) * (len(HEADINGS) + 1), *((*_cells(row), row.note) for row in rows)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", f"Measured on {machine}."])
+def as_markdown(measured: Sequence[Row | Grid], machine: str) -> str:
+    """Tables that GitHub draws, with the machine below them."""
+    rows = [(*_cells(row), row.note) for row in measured if isinstance(row, Row)]
+    lines = [*_piped([(*HEADINGS, "how"), *rows]), ""]
+    for grid in _grids(measured):
+        lines += [f"{grid.name} ({grid.note}):", "", *_piped([grid.headings, *grid.lines]), ""]
+    return "\n".join([*lines, f"Measured on {machine}."])
+
+
+def _grids(measured: Sequence[Row | Grid]) -> Iterator[Grid]:
+    return (grid for grid in measured if isinstance(grid, Grid))
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _piped(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    heading, *others = lines
+    return [f"| {' | '.join(line)} |" for line in (heading, ("---",) * len(heading), *others)]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
