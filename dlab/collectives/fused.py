@@ -7,6 +7,7 @@ back into every slot. Two barriers, and the memory traffic of one read and one w
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from dlab.collectives.ops import COMBINE, OPS, finish, prepare
 from dlab.transports import Transport, share_memory
 from dlab.transports.checked import DTYPES, header
-from dlab.transports.patience import Patience, Peers
+from dlab.transports.patience import YIELDS, Patience, Peers
 
 BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
@@ -58,18 +59,24 @@ class Table:
                 self._wait_for(line, token)
 
     def _wait_for(self, line: int, token: int) -> None:
-        lines, count, other = self._lines, self._count, line // _LINE
-        looks = self.peers.looks
-        while lines[line] < count and looks:
-            looks -= 1
-        if not looks:
-            complaint = f"rank {self.rank} has waited for rank {other} in an all-reduce"
-            wait = Patience(self.peers, self._timeout, lambda: (other, complaint))
-            while lines[line] < count:
-                wait()
+        lines, count, looks, yields = self._lines, self._count, self.peers.looks, YIELDS
+        while lines[line] < count:  # what Patience begins with, without its cost
+            if looks:
+                looks -= 1
+            elif yields:
+                yields -= 1
+                os.sched_yield()
+            else:
+                self._sleep_until(line, count)
         theirs = lines[line]
         if theirs >> 32 == count >> 32 and theirs != token:  # else it is further, so it has agreed
             self._disagree(line)
+
+    def _sleep_until(self, line: int, count: int) -> None:
+        other, complaint = line // _LINE, f"rank {self.rank} has waited for rank {line // _LINE} in an all-reduce"
+        wait = Patience(self.peers, self._timeout, lambda: (other, complaint))
+        while self._lines[line] < count:
+            wait()
 
     def _disagree(self, line: int) -> None:
         other = tuple(self._lines[line + 1 : line + 6])
@@ -122,7 +129,7 @@ class Fused:
         # what was worked out for a tensor that lies in an arena: making views takes longer than using them
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[Plan, list[Block]]] = {}
         self._slots: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}  # of private tensors' chunks
-        self._small: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        self._small: dict[tuple[int, int, torch.dtype, str], tuple[Plan, list[torch.Tensor]]] = {}
 
     @classmethod
     def connect(cls, wire: Transport, timeout: float = 600.0) -> Fused | None:
@@ -155,14 +162,19 @@ class Fused:
         known = None
         if tensor.layout == torch.strided and tensor.is_contiguous():
             known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
-        if known is None:
-            row, _ = prepare(tensor, op)
-            known = self._look_up(row, op)
-        if known is None:
-            nbytes = row.numel() * row.element_size()
-            (self._reduce_small if nbytes <= SMALL else self._reduce_private)(row, op)
+        if known is not None:
+            self._reduce_shared(*known, op)
             return
-        plan, blocks = known
+        row, _ = prepare(tensor, op)
+        if (known := self._look_up(row, op)) is not None:
+            self._reduce_shared(*known, op)
+        elif row.numel() * row.element_size() <= SMALL:
+            self._reduce_small(row, op)
+        else:
+            self._reduce_private(row, op)
+
+    def _reduce_shared(self, plan: Plan, blocks: list[Block], op: str) -> None:
+        """Tensors in an arena: everyone combines its own part of all of them, where they are."""
         self.table.meet(plan)
         combine = COMBINE[op]
         for first, others in blocks:
@@ -193,12 +205,13 @@ class Fused:
         The next one goes to another place, and the one after that is safe: who meets again has read the first.
         """
         self._turn = 1 - self._turn
-        key = (self._turn, row.numel(), row.dtype)
+        key = (self._turn, row.numel(), row.dtype, op)
         if key not in self._small:
-            self._small[key] = self._scratch.rows(CHUNK + self._turn * SMALL, row.dtype, row.numel())
-        rows = self._small[key]
+            rows = self._scratch.rows(CHUNK + self._turn * SMALL, row.dtype, row.numel())
+            self._small[key] = (*header(row), OPS.index(op), 0, 0), rows
+        plan, rows = self._small[key]
         rows[self.rank].copy_(row)
-        self.table.meet((*header(row), OPS.index(op), 0, 0))
+        self.table.meet(plan)
         row.copy_(rows[0])
         for other in rows[1:]:
             COMBINE[op](row, other)
