@@ -21,7 +21,7 @@ from dlab.transports.patience import YIELDS, Patience, Peers
 
 BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
-SMALL = 64 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
+SMALL = 256 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
 _LINE = 8  # numbers of 8 bytes in a cache line
 _PAGE = 4096
 _MASK = (1 << 32) - 1
