@@ -22,6 +22,8 @@ _HOME = {
     "TwoLayer": "models",
     "Event": "events",
     "load_events": "events",
+    "Race": "processes.racing",
+    "race": "processes.racing",
     "Cluster": "processes.cluster",
     "cluster": "processes.cluster",
     "Run": "processes.run",
@@ -33,15 +35,18 @@ _HOME = {
     "log": "processes.inside",
     "rank": "processes.inside",
     "transport": "processes.inside",
-    "watch": "processes.inside",
+    "watch": "processes.watching",
     "world_size": "processes.inside",
     "Deadlock": "transports",
     "rehearse": "rehearsal",
     "allreduce": "reduction",
     "average_gradients": "reduction",
     "shared_empty": "reduction",
+    "GradientFlow": "views",
     "LossCurves": "views",
     "Messages": "views",
+    "Throughput": "views",
+    "Timeline": "views",
     "show_source": "views",
 }
 
@@ -56,12 +61,14 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.models import MLP, SimpleCNN, TwoLayer
     from dlab.processes.cluster import Cluster, cluster
     from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
-    from dlab.processes.inside import device, knob, log, rank, transport, watch, world_size
+    from dlab.processes.inside import device, knob, log, rank, transport, world_size
+    from dlab.processes.racing import Race, race
     from dlab.processes.run import Run
+    from dlab.processes.watching import watch
     from dlab.reduction import allreduce, average_gradients, shared_empty
     from dlab.rehearsal import rehearse
     from dlab.transports import Deadlock
-    from dlab.views import LossCurves, Messages, show_source
+    from dlab.views import GradientFlow, LossCurves, Messages, Throughput, Timeline, show_source
 
 
 def __getattr__(name: str) -> Any:
@@ -97,11 +104,18 @@ def _settle_in_notebook() -> None:
 
     # a run that is the last line of a cell shows itself; neither runs nor views know of each other
     def show(run: Any) -> None:
-        from dlab.views import show_live
+        from dlab.views.panel import show_live
 
         show_live(run)
 
-    shell.display_formatter.ipython_display_formatter.for_type_by_name("dlab.processes.run", "Run", show)
+    def show_race(race: Any) -> None:
+        from dlab.views.panel import show_race
+
+        show_race(race)
+
+    formatter = shell.display_formatter.ipython_display_formatter
+    formatter.for_type_by_name("dlab.processes.run", "Run", show)
+    formatter.for_type_by_name("dlab.processes.racing", "Race", show_race)
 
 
 if "ipykernel" in sys.modules:

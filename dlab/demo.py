@@ -32,14 +32,18 @@ def train(average: Average, steps: int, seed: int = 1234) -> torch.nn.Module:
     model = SimpleCNN().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     epochs = chain.from_iterable(repeat(batches))
+    started = time.perf_counter()
     for step, (images, labels) in enumerate(islice(epochs, steps)):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device())), labels.to(device()))
         loss.backward()
-        average(model)
+        computed = time.perf_counter()
+        average(model)  # here everybody waits for the slowest
+        averaged = time.perf_counter()
+        log(step=step, loss=loss.item(), samples=len(labels), compute=computed - started, wait=averaged - computed)
+        started = averaged
         optimizer.param_groups[0]["lr"] = knob("lr", 0.01)
         optimizer.step()
-        log(step=step, loss=loss.item())
     return model.cpu()
 
 

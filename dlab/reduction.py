@@ -16,6 +16,7 @@ from dlab.backend.group import OPS, DlabGroup
 from dlab.collectives.fused import Fused
 from dlab.collectives.ops import finish, prepare
 from dlab.processes.inside import device, transport, world_size
+from dlab.processes.watching import tell
 from dlab.transports import TorchTransport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
@@ -38,6 +39,7 @@ def average_gradients(model: torch.nn.Module, allreduce: Callable[..., Any] | No
             continue
         if parameter.grad is None:
             raise ValueError(f"{name} has no gradient: call loss.backward() first, and use every layer on every rank")
+        tell("sent", parameter)
         if allreduce is None:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         else:
@@ -45,6 +47,7 @@ def average_gradients(model: torch.nn.Module, allreduce: Callable[..., Any] | No
             allreduce(received, transport())
             parameter.grad.copy_(received)
         parameter.grad /= world_size()
+        tell("reduced", parameter)
 
 
 def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum") -> None:

@@ -7,7 +7,6 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import dlab
 
@@ -182,73 +181,3 @@ def test_a_run_saves_its_events(started, tmp_path):
     run.save(tmp_path / "run.jsonl")
     assert dlab.load_events(tmp_path / "run.jsonl") == run.events
     assert len(run.events) == 10
-
-
-# ------------------------------------------------------------------------------------- gradient norms
-
-
-def test_watch_streams_the_gradient_norm_of_each_layer_as_plain_torch_computes_it(started):
-    def train():
-        torch.manual_seed(dlab.rank())
-        model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10, bias=False), nn.LayerNorm(10))
-        dlab.watch(model, every=1)
-        truth = []
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.randn(8, 20)).square().sum().backward()
-            layers = {name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-            truth.append(
-                {
-                    name: sum(p.grad.double().square().sum().item() for p in module.parameters()) ** 0.5
-                    for name, module in layers.items()
-                }
-            )
-        return truth
-
-    run = started(train)
-    for rank, truth in enumerate(run.wait(60)):
-        seen = [event.data for event in run.events if event.kind == "gradients" and event.rank == rank]
-        assert [data["step"] for data in seen] == [0, 1, 2]
-        for data, norms in zip(seen, truth, strict=True):
-            assert list(data["norms"]) == ["0", "2", "3"]
-            assert data["norms"] == pytest.approx(norms, rel=1e-5)
-
-
-def test_watch_looks_at_every_nth_backward_pass(started):
-    def train():
-        model = nn.Linear(2, 1)
-        dlab.watch(model, every=3)
-        for _ in range(8):
-            model(torch.ones(1, 2)).sum().backward()
-
-    run = started(train)
-    run.wait(60)
-    assert [event.data["step"] for event in run.events if event.rank == 0] == [0, 3, 6]
-
-
-def test_watch_knows_frozen_unused_shared_and_accumulated_parameters(started):
-    def train():
-        torch.manual_seed(0)
-        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("used", "frozen", "unused")})
-        model["frozen"].requires_grad_(False)
-        model["twin"] = model["used"]
-        dlab.watch(model, every=1)
-        x = torch.ones(2, 4)
-        for _ in range(2):  # gradients add up
-            model["frozen"](model["twin"](model["used"](x))).sum().backward()
-        return sum(p.grad.square().sum().item() for p in model["used"].parameters()) ** 0.5
-
-    run = started(train)
-    norm = run.wait(60)[0]
-    first, second = (event.data["norms"] for event in run.events if event.rank == 0)
-    assert second == {"used": pytest.approx(norm, rel=1e-5), "unused": 0.0}
-    assert first["used"] == pytest.approx(norm / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "every", "sentence"),
-    [(nn.Linear(1, 1), 0, "every=0: give a whole number"), (nn.ReLU(), 1, "there is nothing to watch")],
-)
-def test_watch_refuses_what_makes_no_sense(model, every, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        dlab.watch(model, every)

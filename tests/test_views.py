@@ -1,14 +1,16 @@
 """Views draw events and nothing else: the same figure from a live run and from a file."""
 
+import json
 import re
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
 import dlab
 from dlab.views import LossCurves
 from dlab.views.curves import _running_mean
-from dlab.views.live import show_live
+from dlab.views.page import pack, write_page
 
 
 def _events(ranks=2, steps=50):
@@ -28,7 +30,7 @@ def test_a_line_per_rank_with_the_logged_losses_and_labels_on_both_axes():
         assert np.array_equal(line.get_xdata(), np.arange(50))
         assert np.allclose(line.get_ydata(), 2.0 / (np.arange(50) + 1) + rank)
     assert axes.get_xlabel() == "step" and "loss" in axes.get_ylabel()
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0", "rank 1"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0", "rank 1", "mean"]
 
 
 def test_the_running_mean_is_the_mean_of_the_last_twenty():
@@ -66,37 +68,58 @@ def test_source_is_shown_as_it_is_in_the_package():
     assert source._repr_markdown_().startswith("```python\n")
 
 
-class _Recorded:
-    """A run that gets on by one event whenever it is asked, for a display that is not there."""
-
-    name, ranks = "train", 2
-
-    def __init__(self):
-        self.asked = 0
-
-    @property
-    def events(self):
-        self.asked += 1
-        return _events()[: self.asked * 20]
-
-    @property
-    def done(self):
-        return self.asked >= 5
-
-    @property
-    def state(self):
-        return "finished" if self.done else "running"
+def test_the_mean_is_the_mean_over_ranks_of_each_step():
+    (*_, (name, mean)) = LossCurves(_events()).lines()
+    assert name == "mean"
+    assert np.allclose([loss for _, loss, _ in mean], 2.0 / (np.arange(50) + 1) + 0.5)
 
 
-def test_the_live_view_ends_with_its_run_on_the_complete_picture(monkeypatch):
-    shown = []
-    monkeypatch.setattr("dlab.views.live.PERIOD", 0.01)
-    monkeypatch.setattr("dlab.views.live.DisplayHandle.display", lambda self, data, raw: shown.append(data))
-    monkeypatch.setattr("dlab.views.live.DisplayHandle.update", lambda self, data, raw: shown.append(data))
-    run = _Recorded()
-    thread = show_live(run)
-    thread.join(10)
-    assert not thread.is_alive()
-    assert shown[0]["text/plain"].startswith("train: running")
-    assert shown[-1]["text/plain"].startswith("train: finished")
-    assert len(shown) >= 3
+def test_several_runs_are_compared_by_their_means_and_by_time():
+    slow = [event._replace(time=10 * event.time) for event in _events()]
+    view = LossCurves({"quick": _events(), "slow": slow}, by="time")
+    assert [name for name, _ in view.lines()] == ["quick", "slow"]
+    (axes,) = view.figure().axes
+    assert "seconds" in axes.get_xlabel()
+    ends = [curve[-1][2] for _, curve in view.lines()]
+    assert ends == [49.0, 490.0]
+
+
+def test_drawn_by_something_else_is_refused():
+    with pytest.raises(ValueError, match="by 'step' or by 'time'"):
+        LossCurves([], by="epoch")
+
+
+def test_events_one_by_one_make_the_same_view_as_all_at_once():
+    view = LossCurves()
+    for event in _events():
+        view.add([event])
+    assert str(view) == str(LossCurves(_events()))
+
+
+def test_what_goes_to_the_browser_is_thinned_out_and_keeps_its_values():
+    data = LossCurves(_events(ranks=4, steps=25_000)).data()
+    assert [curve["name"] for curve in data["curves"]] == ["rank 0", "rank 1", "rank 2", "rank 3", "mean"]
+    for rank, curve in enumerate(data["curves"][:4]):
+        assert 300 < len(curve["step"]) <= 600
+        assert np.allclose(curve["loss"], 2.0 / (curve["step"] + 1) + rank)
+    assert np.allclose(data["curves"][4]["loss"], 2.0 / (data["curves"][4]["step"] + 1) + 1.5)
+
+
+def test_packing_keeps_every_number():
+    text, buffers = pack(LossCurves(_events()).parts)
+    (part,) = json.loads(text)
+    packed = part["data"]["curves"][1]["loss"]
+    assert packed["type"] == "float32"
+    assert np.allclose(np.frombuffer(buffers[packed["buffer"]], np.float32), 2.0 / (np.arange(50) + 1) + 1)
+
+
+def test_a_saved_page_is_one_file_that_needs_nothing_else(tmp_path):
+    LossCurves(_events()).save_html(tmp_path / "loss.html")
+    page = (tmp_path / "loss.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert not re.search(r"https?://|src=|import\s", page)
+
+
+def test_nothing_in_the_data_can_end_the_script():
+    page = write_page(LossCurves({"</script><b>": _events()[:2], "x": _events()[:2]}).parts, "</title>")
+    assert page.count("</script>") == 1 and page.count("</title>") == 1

@@ -2,7 +2,7 @@
 
 import re
 
-import ipywidgets
+import numpy as np
 import pytest
 import torch
 from matplotlib.patches import Circle, FancyArrowPatch
@@ -10,17 +10,31 @@ from matplotlib.patches import Circle, FancyArrowPatch
 import dlab
 from dlab import collectives, cost
 from dlab.views import Messages
-from dlab.views.messages import _bend, _size
+from dlab.views.messages import _MOST, _SENT, _bend, _size
+from dlab.views.page import pack
 
 ALGORITHMS = ["naive", "tree", "ring", "halving_doubling", "hierarchical"]
 
 
-def record(algorithm, ranks, elements=24, times=1):
+def rehearse(algorithm, ranks, elements=24, times=1):
     def work(transport):
         for _ in range(times):
             getattr(collectives, f"{algorithm}_allreduce")(torch.ones(elements), transport)
 
-    return Messages(dlab.rehearse(work, ranks).messages)
+    return dlab.rehearse(work, ranks).messages
+
+
+def record(algorithm, ranks, elements=24, times=1):
+    return Messages(rehearse(algorithm, ranks, elements, times))
+
+
+def made_up_ring(ranks, rounds, phase="reduce-scatter"):
+    """Messages as a ring of many rounds would tell them."""
+    for moment in range(rounds * (ranks - 1)):
+        for rank in range(ranks):
+            message = {"source": rank, "destination": (rank + 1) % ranks, "bytes": 8, "phase": phase}
+            message |= {"start": 1e9 + moment, "end": 1e9 + moment + 0.5, "step": moment % (ranks - 1) if phase else 0}
+            yield dlab.Event(1e9 + moment, rank, "message", message)
 
 
 def arrows(axes):
@@ -107,7 +121,7 @@ def test_no_messages_are_said_and_drawn_without_an_error():
     assert (view.steps, view.messages, view.bytes_per_rank) == ([], 0, [])
     assert str(view) == "no messages were recorded" and "none" in view.alt
     assert view.figure().axes == []
-    view.replay()
+    assert view.empty and view.data()["steps"] == [] and "<iframe" not in view.bundle()["text/html"]
 
 
 def test_messages_without_labels_are_told_apart_when_they_repeat():
@@ -145,22 +159,109 @@ def test_sizes_are_short(count, words):
     assert _size(count) == words
 
 
-def test_the_slider_and_the_play_button_choose_the_picture(monkeypatch):
-    shown = []
-    monkeypatch.setattr("ipywidgets.jslink", ipywidgets.link)  # the same link, but one that works without a browser
-    monkeypatch.setattr("dlab.views.messages.display", shown.append)
-    view = record("ring", 4)
-    box = view.replay()
-    controls, stack = box.children
-    assert "a slider here" in box._repr_mimebundle_()["text/plain"]
-    assert shown == [view], "the strip stays where no widget can be shown"
-    play, slider = controls.children
-    assert (slider.min, slider.max, play.min, play.max) == (0, 5, 0, 5)
-    titles = [re.findall(r'alt="([^:]+):', picture.value)[0] for picture in stack.children]
-    assert titles == [
-        *(f"Reduce-scatter, step {step} of 3" for step in (1, 2, 3)),
-        *(f"All-gather, step {step} of 3" for step in (1, 2, 3)),
+# ------------------------------------------------------------------------------------- the formula
+
+
+def test_the_formula_stands_beside_what_was_recorded():
+    formula = cost.allreduce("tree", 4, 64)
+    view = Messages(rehearse("tree", 4, elements=16), cost=formula)
+    lines = ["recorded: 6 messages in 4 steps, a rank sends 64 B to 128 B"]
+    lines += ["formula: 6 messages in 4 steps, a rank sends 64 B to 128 B: the same"]
+    assert str(view).splitlines()[-2:] == lines
+    assert view.figure().get_supxlabel() == "\n".join(lines)
+    assert view.alt.endswith(f"{lines[0]}; {lines[1]}.")
+    assert view.data()["formula"] == {"messages": 6, "steps": 4, "bytes_per_rank": formula.bytes_per_rank}
+
+
+def test_a_formula_that_is_not_met_is_not_called_the_same():
+    view = Messages(rehearse("naive", 3, elements=16), cost=cost.allreduce("ring", 3, 64))
+    assert str(view).endswith("formula: 12 messages in 4 steps, a rank sends 84 B to 88 B: not the same")
+    right = cost.allreduce("tree", 4, 64)
+    mirrored = cost.Cost(right.messages, right.steps, right.bytes_per_rank[::-1])  # the same sum, but of other ranks
+    assert str(Messages(rehearse("tree", 4, elements=16), cost=mirrored)).endswith(": not the same")
+    assert record("ring", 3).data()["formula"] is None
+
+
+# ------------------------------------------------------------------------------------- the browser
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_the_browser_gets_every_message_of_a_short_run(algorithm, ranks):
+    view, formula = record(algorithm, ranks), cost.allreduce(algorithm, ranks, 4 * 24)
+    data = view.data()
+    assert (data["messages"], data["count"], len(data["source"])) == (formula.messages, formula.steps, formula.messages)
+    assert data["bytes_per_rank"] == formula.bytes_per_rank
+    assert np.bincount(data["source"], data["bytes"], ranks).tolist() == formula.bytes_per_rank
+    links = data["links"]
+    assert np.bincount(links["source"].astype(int), links["bytes"], ranks).tolist() == formula.bytes_per_rank
+    assert [(step["phase"], step["step"]) for step in data["steps"]] == view.steps
+    assert data["begin"][0] == 0 and data["begin"][-1] == formula.messages and (np.diff(data["begin"]) > 0).all()
+    assert data["complete"] == formula.steps - 1
+    assert data["start"].min() == 0 and (data["end"] >= data["start"]).all()
+
+
+def test_titles_and_colours_go_by_phase():
+    steps = record("ring", 3, times=2).data()["steps"]
+    assert [step["title"] for step in steps][3:5] == [
+        "round 1, all-gather, step 2 of 2",
+        "round 2, reduce-scatter, step 1 of 2",
     ]
-    for chosen, control in [(4, slider), (2, play), (0, slider)]:
-        control.value = chosen
-        assert (slider.value, stack.selected_index) == (chosen, chosen)
+    assert [step["colour"] for step in steps] == 2 * [0, 0, 1, 1]
+    assert [step["round"] for step in steps] == 4 * [0] + 4 * [1]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_events_one_by_one_make_the_same_view_as_all_at_once(algorithm):
+    events = rehearse(algorithm, 5, times=3)
+    together, one_by_one = Messages(events), Messages()
+    for event in events:
+        one_by_one.add([event])
+        one_by_one.data()  # what it keeps between two calls must not grow old
+    by_rank = sorted(events, key=lambda event: event.rank)  # as the rings of the ranks are read
+    for view in (one_by_one, Messages(by_rank)):
+        assert (str(view), view.alt, view.steps) == (str(together), together.alt, together.steps)
+    assert sent(one_by_one) == sent(together)
+
+
+def sent(view):
+    return pack(view.parts)
+
+
+@pytest.mark.parametrize(("ranks", "phase"), [(4, "reduce-scatter"), (4, ""), (32, "reduce-scatter")])
+def test_of_a_long_run_the_browser_gets_the_last_steps_and_the_totals(ranks, phase):
+    view = Messages(made_up_ring(ranks, 100_000 // (ranks * (ranks - 1)), phase))
+    data = view.data()
+    assert view.messages == data["messages"] > 99_000
+    assert data["count"] == view.messages // ranks
+    assert len(data["steps"]) == _SENT if ranks == 4 else 1 < len(data["steps"]) < _SENT
+    assert len(data["source"]) == ranks * len(data["steps"]) <= _MOST
+    steps = ranks - 1 if phase else data["count"]
+    assert data["steps"][-1]["title"].endswith(f"step {steps} of {steps}")
+    assert sum(data["bytes_per_rank"]) == data["links"]["bytes"].sum() == 8 * view.messages
+    assert data["end"].max() == len(data["steps"]) - 0.5, "seconds since the first message that is sent along"
+    text, buffers = sent(view)
+    assert len(text) + sum(map(len, buffers)) < 200_000
+
+
+def test_a_live_picture_shows_the_last_step_of_which_all_have_told():
+    events = list(made_up_ring(4, rounds=3))
+    ahead = [event for event in events if event.time < 1e9 + 6 or event.rank == 0]  # rank 0 is a whole round ahead
+    data = Messages(ahead).data()
+    assert len(data["steps"]) == 9 and data["complete"] == 5
+    assert Messages(events).data()["complete"] == 8
+
+
+def test_a_page_is_one_file_that_needs_no_network(tmp_path):
+    record("ring", 4).save_html(tmp_path / "ring.html")
+    page = (tmp_path / "ring.html").read_text(encoding="utf-8")
+    assert "views.messages" in page and "reduce-scatter, step 1 of 3" in page
+    assert not re.search(r"https?://", page)
+    assert [file.name for file in tmp_path.iterdir()] == ["ring.html"]
+
+
+def test_in_a_notebook_the_replay_stands_behind_the_still():
+    still, replay = record("ring", 4).bundle()["text/html"].split("<iframe")
+    assert '<img alt="Ranks 0 to 3 on a circle' in still
+    (page,) = re.findall(r'srcdoc="([^"]*)"', replay)
+    assert "views.messages" in page and "all-gather, step 3 of 3" in page

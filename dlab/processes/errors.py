@@ -99,14 +99,17 @@ def failed(ranks: Sequence[int], report: Report) -> WorkerError:
 
 def died(rank: int, exitcode: int | None, where: str) -> WorkerError:
     """The error for a process that ended without a word."""
-    if exitcode is not None and exitcode < 0:
-        try:
-            how = f"was killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
-        except ValueError:
-            how = f"was killed by signal {-exitcode}"
-    else:
-        how = f"exited with code {exitcode}"
-    return WorkerError(f"rank {rank} {how} {where}", [rank])
+    return WorkerError(f"rank {rank} {end_of(exitcode)} {where}", [rank])
+
+
+def end_of(exitcode: int | None) -> str:
+    """How a process ended: `was killed by signal 9 (SIGKILL)`, `exited with code 3`."""
+    if exitcode is None or exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        return f"was killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -35,8 +35,14 @@ class Flight:
         self.scattered |= tag in (FAILURE, LEFT)
         if isinstance(value, Report):
             self.reports[rank] = value
+            interrupted = self.stop_at is not None and time.monotonic() >= self.stop_at
+            if interrupted or value.connection:  # it has done nothing wrong
+                self.run._note([rank], "stopped")
+            else:
+                self.run._note([rank], "failed", value.message)
         elif rank not in self.reports:
             self.returned[rank] = value
+            self.run._note([rank], "returned")
         if tag != FAILURE:
             self.ended.add(rank)
 
@@ -45,6 +51,7 @@ class Flight:
         self.ended.add(rank)
         if rank not in self.returned and rank not in self.reports:
             self.deaths[rank] = (time.monotonic(), exitcode)
+            self.run._note([rank], "dead", errors.end_of(exitcode))
 
     @property
     def over(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class Run:
         self._stopped = False
         self._events: list[Event] = []
         self._events_lock = threading.Lock()
+        self.states: list[Event] = []  # what became of each rank, as the supervisor saw it: events of kind `state`
 
     # --- waiting
 
@@ -146,6 +148,10 @@ class Run:
         self._supervisor.drain(self)
         with self._events_lock:
             return list(self._events)
+
+    def _note(self, ranks: Iterable[int], state: str, why: str = "") -> None:
+        now = time.time()
+        self.states += [Event(now, rank, "state", {"state": state, "why": why}) for rank in ranks]
 
     def save(self, path: str | Path) -> None:
         """Write the events as JSON lines; `dlab.load_events(path)` reads them."""

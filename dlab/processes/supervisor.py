@@ -86,6 +86,7 @@ class Supervisor(threading.Thread):
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
                     message.send(worker.channel)
                 worker.busy = True
+            run._note(range(self.ranks), "running")
 
         self._inbox.ask(begin)
 
@@ -106,6 +107,10 @@ class Supervisor(threading.Thread):
             run.paused = paused
             for worker in self._busy():
                 worker.process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+                if paused:
+                    run._note([worker.rank], "paused")
+                else:
+                    self._note_delay(run, worker.rank)
 
         self._inbox.ask(lambda: self._during(run, signal_all))
 
@@ -115,7 +120,16 @@ class Supervisor(threading.Thread):
 
     def delay(self, run: Run, rank: int, seconds: float) -> None:
         """Set the delay of one rank."""
-        self._inbox.ask(lambda: self._during(run, lambda: self.board.delays.__setitem__(rank, float(seconds))))
+
+        def write() -> None:
+            self.board.delays[rank] = float(seconds)
+            self._note_delay(run, rank)
+
+        self._inbox.ask(lambda: self._during(run, write))
+
+    def _note_delay(self, run: Run, rank: int) -> None:
+        seconds = self.board.delays[rank]
+        run._note([rank], *(("delayed", f"{seconds:g} s in each step") if seconds else ("running",)))
 
     def set_knobs(self, run: Run, knobs: dict[str, Any]) -> None:
         """Replace the run's knobs."""

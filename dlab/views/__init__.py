@@ -1,8 +1,20 @@
 """Pictures of events. A view takes events, live or read from a file, and nothing else. Taught in `00_tour.ipynb`."""
 
 from dlab.views.curves import LossCurves
-from dlab.views.live import show_live
+from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
+from dlab.views.shards import ShardTable, shard_events
 from dlab.views.source import show_source
+from dlab.views.throughput import Throughput
+from dlab.views.timeline import Timeline
 
-__all__ = ["LossCurves", "Messages", "show_live", "show_source"]
+__all__ = [
+    "GradientFlow",
+    "LossCurves",
+    "Messages",
+    "ShardTable",
+    "Throughput",
+    "Timeline",
+    "shard_events",
+    "show_source",
+]

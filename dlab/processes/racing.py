@@ -1,0 +1,93 @@
+"""A race: several runs side by side, one after another on the same workers or all at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dlab.events import Event
+from dlab.processes.cluster import Cluster, cluster
+from dlab.processes.run import Run
+
+
+class Race:
+    """What `dlab.race` gives; as the last line of a cell it draws the losses of all runs on one chart."""
+
+    def __init__(self, contenders: Mapping[str, Any], workers: int, at_once: bool) -> None:
+        self.name = "race"
+        self.runs: dict[str, Run] = {name: run for name, run in contenders.items() if isinstance(run, Run)}
+        self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
+        self._workers, self._stopped = workers, False
+        self._error: Exception | None = None
+        self._clusters = [Cluster(workers) for _ in self._functions] if at_once else []
+        self._thread = threading.Thread(target=self._go, name="dlab-race", daemon=True)
+        self._thread.start()
+
+    def _go(self) -> None:
+        try:
+            for number, (name, function) in enumerate(self._functions.items()):
+                if self._stopped:
+                    return
+                on = self._clusters[number] if self._clusters else cluster(self._workers)
+                self.runs[name] = on.start(function)
+                if not self._clusters:
+                    self.runs[name]._done.wait()
+            for run in list(self.runs.values()):
+                run._done.wait()
+        except Exception as problem:
+            self._error = problem
+        finally:
+            for each in self._clusters:
+                each.close()
+
+    def wait(self) -> dict[str, list[Any]]:
+        """The results of every run, by name; raises what a run raised."""
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error
+        return {name: run.wait() for name, run in self.runs.items()}
+
+    def stop(self) -> None:
+        """End the run that goes on, and begin no other."""
+        self._stopped = True
+        for run in list(self.runs.values()):
+            run.stop()
+
+    @property
+    def done(self) -> bool:
+        """Have all runs ended?"""
+        return not self._thread.is_alive()
+
+    @property
+    def state(self) -> str:
+        """`running sync`, or `finished`."""
+        going = [name for name, run in list(self.runs.items()) if not run.done]
+        return f"running {', '.join(going)}" if going else "finished" if self.done else "starting"
+
+    @property
+    def events(self) -> dict[str, list[Event]]:
+        """What the workers of every run have told so far, by name."""
+        return {name: run.events for name, run in list(self.runs.items())}
+
+    def __repr__(self) -> str:
+        return f"<Race of {', '.join([*self.runs, *(set(self._functions) - set(self.runs))])}: {self.state}>"
+
+
+def race(contenders: Mapping[str, Run | Callable[[], Any]], workers: int = 4, at_once: bool = False) -> Race:
+    """Let runs compete: `dlab.race({"ring": train_with_ring, "gloo": train_with_gloo})`.
+
+    A contender is a function, which then runs on every one of `workers` workers, or a run that is there already. They
+    run one after another on the same workers, so that none takes time from the others; `at_once=True` gives each a
+    cluster of its own.
+    """
+    if not isinstance(contenders, Mapping) or not contenders:
+        raise TypeError("race takes a dictionary of functions or runs by name, as in dlab.race({'ring': train, …})")
+    for name, each in contenders.items():
+        if not isinstance(each, Run) and not callable(each):
+            raise TypeError(f"{name!r} is neither a run nor a function, but {each!r}")
+    return Race(contenders, workers, at_once)

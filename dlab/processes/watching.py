@@ -1,0 +1,134 @@
+"""Watching a model learn: how large each layer's gradient is, and the path that it takes from its loss to its weight.
+
+A gradient is computed by the backward pass, perhaps put into a bucket with others, sent, reduced over all ranks, and
+applied by the optimizer. Hooks hear of the first and of the last; whoever moves gradients in between says so with
+`tell`, which costs next to nothing in passes that are not watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain, islice
+from math import hypot
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dlab.processes.inside import emit, is_worker
+
+STAGES = ("computed", "bucketed", "sent", "reduced", "applied")
+
+
+@dataclass
+class _Path:
+    """One gradient on its way."""
+
+    parameter: weakref.ref[torch.Tensor]  # an id alone may have passed to another tensor
+    layer: str
+    step: int
+    reached: int  # the last stage that was told
+
+
+_paths: dict[int, _Path] = {}  # by the parameter's id; filled by a watched backward pass, emptied by the optimizer
+
+
+def watch(model: torch.nn.Module, every: int = 10) -> None:
+    """Stream what every `every`-th backward pass does: the gradient norm of each layer, and each gradient's path.
+
+    Norms are those of this rank's own gradients, as an event of kind `gradients`: {step, norms by layer}. The path is
+    an event of kind `gradient` for each stage that a layer gets to: {step, layer, stage}; it is that of the layer's
+    largest parameter, mostly the weight. A step is a backward pass, counted from 0. On a GPU the time of an event is
+    that of putting the work into its queue.
+
+    A watched pass takes about 0.2 ms for the norms of eight layers and 10 to 50 us for each stage of each layer; one
+    in between takes a counter per layer. Outside a worker there is nobody to tell, and it costs nothing.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}: give a whole number of backward passes, 1 or more")
+    layers: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(parameter)
+    if not layers:
+        raise ValueError("this model has no parameters that require a gradient: there is nothing to watch")
+    if is_worker():
+        _listen_to_optimizers()
+        _Watch(layers, every)
+
+
+def tell(stage: str, *parameters: torch.Tensor) -> None:
+    """Say that the gradients of these parameters have got to a stage; for whoever puts them into buckets or sends them.
+
+    Told once, in the order of the stages, and only of gradients of a watched pass that are not applied yet; in all
+    other cases it returns at once, in less than a microsecond.
+
+    >>> tell("sent", parameter)
+    >>> dist.all_reduce(parameter.grad)
+    >>> tell("reduced", parameter)
+    """
+    if stage not in STAGES:
+        raise ValueError(f"{stage!r} is no stage of a gradient: use {', '.join(STAGES)}")
+    if not _paths:
+        return
+    number = STAGES.index(stage)
+    for parameter in parameters:
+        path = _paths.get(id(parameter))
+        if path is None or path.reached >= number or path.parameter() is not parameter:
+            continue
+        path.reached = number
+        emit("gradient", {"step": path.step, "layer": path.layer, "stage": stage})
+        if stage == STAGES[-1]:
+            del _paths[id(parameter)]
+
+
+class _Watch:
+    """Held by the hooks of each layer's largest parameter, and gone with them."""
+
+    def __init__(self, layers: dict[str, list[torch.nn.Parameter]], every: int) -> None:
+        # references that do not hold: the collector finds no way around a circle through a tensor's hooks
+        self.layers = {layer: [weakref.ref(each) for each in of_layer] for layer, of_layer in layers.items()}
+        self.every = every
+        self.step, self.backward = 0, -1
+        for layer, of_layer in layers.items():
+            largest = max(of_layer, key=torch.Tensor.numel)
+            largest.register_post_accumulate_grad_hook(partial(self.on_gradient, layer))
+
+    def on_gradient(self, layer: str, parameter: torch.Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self.backward:  # the first gradient of this pass: be called again when the pass is over
+            self.backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
+        if self.step % self.every == 0:
+            _paths[id(parameter)] = _Path(weakref.ref(parameter), layer, self.step, reached=-1)
+            tell("computed", parameter)
+
+    def after_backward(self) -> None:
+        if self.step % self.every == 0:
+            gradients = {layer: _gradients(of_layer) for layer, of_layer in self.layers.items()}
+            together = list(chain(*gradients.values()))
+            sizes = iter(torch._foreach_norm(together) if together else ())
+            norms = {
+                layer: hypot(*(size.item() for size in islice(sizes, len(own)))) for layer, own in gradients.items()
+            }
+            emit("gradients", {"step": self.step, "norms": norms})
+        self.step += 1
+
+
+def _gradients(parameters: list[weakref.ref[torch.nn.Parameter]]) -> list[torch.Tensor]:
+    """Those that there are: a parameter that the loss does not depend on has none."""
+    there = (reference() for reference in parameters)
+    return [each.grad for each in there if each is not None and each.grad is not None]
+
+
+@cache
+def _listen_to_optimizers() -> None:
+    """Once in a process: hear of the steps of all optimizers; one that holds none of the parameters tells nothing."""
+
+    def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if _paths:
+            tell("applied", *(parameter for group in optimizer.param_groups for parameter in group["params"]))
+
+    register_optimizer_step_post_hook(after_step)

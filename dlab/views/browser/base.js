@@ -1,0 +1,230 @@
+// What all views share in the browser: unpacking data, a canvas that is drawn when something has changed, axes, replay.
+// A view is an entry in `views`: draw(paint, data, until) draws what had happened up to `until`, and extent(data) gives
+// the [first, last] of it, in the unit that its replay runs through.
+
+const views = {};
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#B8A800"];
+
+const TYPES = { float32: Float32Array, float64: Float64Array, int32: Int32Array, uint8: Uint8Array };
+
+function unpack(text, buffers) {
+  return JSON.parse(text, (_, value) => {
+    if (value === null || typeof value !== "object" || value.buffer === undefined) return value;
+    const bytes = buffers[value.buffer];
+    const copy = bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength); // typed arrays want alignment
+    return new TYPES[value.type](copy);
+  });
+}
+
+// Text, lines and background as JupyterLab has them now, light or dark; on a page of our own as the system wants them.
+function theme(element) {
+  const outside = window.frameElement ?? element;
+  const style = getComputedStyle(outside);
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const pick = (name, light, night) => style.getPropertyValue(name).trim() || (dark ? night : light);
+  return {
+    text: pick("--jp-ui-font-color1", "#202020", "#e8e8e8"),
+    faint: pick("--jp-ui-font-color3", "#8a8a8a", "#8a8a8a"),
+    line: pick("--jp-border-color2", "#d8d8d8", "#444444"),
+    ground: pick("--jp-layout-color0", "#ffffff", "#181818"),
+  };
+}
+
+function make(tag, parent, properties = {}) {
+  const element = Object.assign(document.createElement(tag), properties);
+  parent?.append(element);
+  return element;
+}
+
+// One view on one canvas.
+class Picture {
+  constructor(parent, name) {
+    this.view = views[name];
+    this.box = make("figure", parent, { className: "dlab-view" });
+    this.box.dataset.view = name;
+    this.title = make("figcaption", this.box);
+    this.canvas = make("canvas", this.box);
+    this.canvas.setAttribute("role", "img");
+    this.until = Infinity;
+    this.drawn = 0;
+    this.options = {};
+    this.view.controls?.(this, make("div", this.box, { className: "dlab-options" }));
+    new ResizeObserver(() => this.ask()).observe(this.box);
+  }
+
+  set(part) {
+    this.data = part.data;
+    this.title.textContent = part.title;
+    this.canvas.setAttribute("aria-label", part.alt);
+    this.ask();
+  }
+
+  ask() { // many changes, one drawing
+    if (this.asked || !this.data) return;
+    this.asked = true;
+    requestAnimationFrame(() => { this.asked = false; this.draw(); });
+  }
+
+  draw() {
+    const width = this.box.clientWidth;
+    if (!width) return; // not on the screen
+    const height = this.view.height?.(this.data, width) ?? 240;
+    const scale = window.devicePixelRatio || 1;
+    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
+      Object.assign(this.canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
+      this.canvas.style.height = `${height}px`;
+    }
+    const context = this.canvas.getContext("2d");
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    context.font = "12px system-ui, sans-serif";
+    this.view.draw({ context, width, height, picture: this, ...theme(this.box) }, this.data, this.until);
+    this.box.dataset.drawn = ++this.drawn;
+  }
+}
+
+// All views of a panel, each made when it first has something to show.
+class Board {
+  constructor(parent) {
+    this.root = make("div", parent, { className: "dlab-board" });
+    this.pictures = new Map();
+  }
+
+  set(parts) {
+    for (const part of parts) {
+      if (!this.pictures.has(part.name)) this.pictures.set(part.name, new Picture(this.root, part.name));
+      this.pictures.get(part.name).set(part);
+    }
+    this.root.dataset.sets = Number(this.root.dataset.sets ?? 0) + 1;
+  }
+}
+
+// Below one picture or several that share a clock: play, a slider over what has happened, and speed.
+function addReplay(parent, pictures, seconds = 8) {
+  const bar = make("div", parent, { className: "dlab-replay" });
+  const play = make("button", bar, { type: "button", textContent: "▶" });
+  const slider = make("input", bar, { type: "range", min: 0, max: 1000, value: 1000 });
+  const speed = make("select", bar);
+  for (const factor of [0.25, 0.5, 1, 2, 4]) make("option", speed, { value: factor, textContent: `${factor}×` });
+  speed.value = 1;
+  play.setAttribute("aria-label", "play");
+  slider.setAttribute("aria-label", "position");
+  speed.setAttribute("aria-label", "speed");
+  let last = null;
+  const move = () => {
+    const share = slider.value / slider.max;
+    for (const picture of pictures) {
+      const [first, end] = picture.view.extent(picture.data);
+      picture.until = share >= 1 ? Infinity : first + share * (end - first);
+      picture.box.dataset.until = picture.until;
+      picture.ask();
+    }
+  };
+  const tick = (now) => {
+    if (last === null) return;
+    slider.value = Number(slider.value) + ((now - last) / 1000 / seconds) * speed.value * slider.max;
+    last = now;
+    move();
+    if (slider.value < Number(slider.max)) requestAnimationFrame(tick);
+    else stop();
+  };
+  const stop = () => { last = null; play.textContent = "▶"; play.setAttribute("aria-label", "play"); };
+  play.onclick = () => {
+    if (last !== null) return stop();
+    if (slider.value >= Number(slider.max)) slider.value = 0;
+    play.textContent = "❚❚";
+    play.setAttribute("aria-label", "pause");
+    requestAnimationFrame((now) => { last = now; tick(now); });
+  };
+  slider.oninput = () => { stop(); move(); };
+  slider.step = "any";
+  return bar;
+}
+
+// Round numbers for an axis from low to high.
+function ticks(low, high, count = 5) {
+  const raw = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
+  const found = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(tick);
+  return found;
+}
+
+const short = (value) => Number(value.toPrecision(3)).toLocaleString("en", { notation: "compact", maximumFractionDigits: 6 });
+
+// An empty chart with labelled axes; gives the functions that turn values into pixels.
+function axes(paint, { x, y, xlabel, ylabel }) {
+  const { context, width, height } = paint;
+  const box = { left: 52, right: width - 10, top: 10, bottom: height - 36 };
+  const place = (value, [low, high], from, to) => from + ((value - low) / (high - low || 1)) * (to - from);
+  const at = { x: (value) => place(value, x, box.left, box.right), y: (value) => place(value, y, box.bottom, box.top), box };
+  context.strokeStyle = paint.line;
+  context.fillStyle = paint.text;
+  context.lineWidth = 1;
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  for (const tick of ticks(...y)) {
+    context.beginPath();
+    context.moveTo(box.left, at.y(tick));
+    context.lineTo(box.right, at.y(tick));
+    context.stroke();
+    context.fillText(short(tick), box.left - 5, at.y(tick));
+  }
+  context.textAlign = "center";
+  context.textBaseline = "top";
+  for (const tick of ticks(...x)) context.fillText(short(tick), at.x(tick), box.bottom + 5);
+  context.fillText(xlabel, (box.left + box.right) / 2, box.bottom + 20);
+  context.save();
+  context.translate(11, (box.top + box.bottom) / 2);
+  context.rotate(-Math.PI / 2);
+  context.textBaseline = "middle";
+  context.fillText(ylabel, 0, 0);
+  context.restore();
+  return at;
+}
+
+// Names with their colours, in the upper right corner.
+function legend(paint, names) {
+  const { context } = paint;
+  context.textBaseline = "middle";
+  context.textAlign = "left";
+  const width = Math.max(...names.map(([name]) => context.measureText(name).width));
+  context.globalAlpha = 0.8;
+  context.fillStyle = paint.ground;
+  context.fillRect(paint.width - width - 38, 10, width + 30, 15 * names.length + 4);
+  context.globalAlpha = 1;
+  names.forEach(([name, colour], line) => {
+    const [x, y] = [paint.width - width - 34, 20 + 15 * line];
+    context.fillStyle = colour;
+    context.fillRect(x, y - 1.5, 16, 3);
+    context.fillStyle = paint.text;
+    context.fillText(name, x + 21, y);
+  });
+}
+
+// In a notebook: a widget to which the kernel sends a frame several times a second. Only the latest is drawn.
+function render({ model, el }) {
+  const board = new Board(el);
+  el.classList.add("dlab");
+  const show = (message, buffers) => board.set(unpack(message.text, buffers));
+  model.on("msg:custom", show);
+  model.send({ kind: "ready" }); // a page that was opened later wants what is there already
+  return () => model.off("msg:custom", show);
+}
+
+// A page that needs no kernel: everything is in it.
+function openPage(parent, text, buffers) {
+  const bytes = buffers.map((code) => Uint8Array.from(atob(code), (letter) => letter.charCodeAt(0)));
+  const board = new Board(parent);
+  board.set(unpack(text, bytes));
+  const pictures = [...board.pictures.values()];
+  const clocked = pictures.filter((picture) => picture.view.clock === undefined); // "own": not this one; "none": no replay
+  if (clocked.length) addReplay(parent, clocked);
+  for (const picture of pictures) if (picture.view.clock === "own") addReplay(picture.box, [picture], picture.view.seconds?.(picture.data));
+  if (!window.frameElement) document.documentElement.style.colorScheme = "light dark";
+  const still = window.frameElement?.previousElementSibling;
+  if (still) still.hidden = true; // the picture for those who cannot run this
+  const fit = () => { if (window.frameElement) window.frameElement.style.height = `${parent.scrollHeight + 12}px`; };
+  new ResizeObserver(fit).observe(parent);
+}

@@ -1,0 +1,66 @@
+// Throughput: samples per second, a line per rank and a strong one for all; names and last values stand at their ends.
+
+views.throughput = {
+  extent: (data) => [0, Math.max(0.001, data.time[data.time.length - 1] ?? 0)],
+
+  draw(paint, data, until) {
+    let count = data.time.findIndex((moment) => moment > until);
+    if (count < 0) count = data.time.length;
+    const known = data.lines.flatMap((line) => Array.from(line.rates)).filter((rate) => !Number.isNaN(rate));
+    const highest = Math.max(1e-9, ...known); // of all times: a replay keeps its scale
+    const unit = highest >= 5000 ? 1000 : 1;
+    const room = 100; // for the names
+    const at = axes({ ...paint, width: paint.width - room }, {
+      x: [0, Math.max(0.05, data.time[count - 1] ?? 0)],
+      y: [0, (highest * 1.08) / unit],
+      xlabel: "seconds since the run began",
+      ylabel: `${unit > 1 ? "thousand " : ""}${data.unit} per second`,
+    });
+    const { context } = paint;
+    const ends = [];
+    data.lines.forEach((line, number) => {
+      const all = line.name === "all";
+      const style = { colour: all ? paint.text : COLOURS[number % COLOURS.length], width: all ? 2.5 : 1.6 };
+      style.dashes = all ? [] : [[], [7, 4], [2, 3], [8, 3, 2, 3]][number % 4]; // ranks that keep step lie on each other
+      context.strokeStyle = style.colour;
+      context.lineWidth = style.width;
+      context.setLineDash(style.dashes);
+      context.beginPath();
+      let last = null;
+      for (let point = 0; point < count; point++) {
+        if (Number.isNaN(line.rates[point])) continue;
+        last = line.rates[point];
+        context.lineTo(at.x(data.time[point]), at.y(last / unit));
+      }
+      context.stroke();
+      if (last !== null) ends.push({ ...style, name: line.name, value: last, y: at.y(last / unit) });
+    });
+    this.label(paint, at.box, ends);
+  },
+
+  // Beside the end of each line its name and value, moved apart where they would lie on each other.
+  label(paint, box, ends) {
+    const { context } = paint;
+    const gap = 15;
+    ends.sort((a, b) => Math.round(a.y / gap) - Math.round(b.y / gap)); // those that keep step stay in their order
+    ends.forEach((end, place) => { end.at = Math.max(end.y, place ? ends[place - 1].at + gap : box.top + 4); });
+    let lowest = box.bottom;
+    for (const end of [...ends].reverse()) { end.at = Math.min(end.at, lowest); lowest = end.at - gap; }
+    context.textAlign = "left";
+    context.textBaseline = "middle";
+    for (const end of ends) {
+      context.strokeStyle = end.colour;
+      context.lineWidth = end.width;
+      context.setLineDash(end.dashes);
+      context.beginPath();
+      context.moveTo(box.right + 5, end.at);
+      context.lineTo(box.right + 25, end.at);
+      context.stroke();
+      context.fillStyle = paint.text;
+      context.fillText(`${end.name}: ${this.amount(end.value)}`, box.right + 29, end.at);
+    }
+    context.setLineDash([]);
+  },
+
+  amount: (value) => (value >= 1e4 ? `${(value / 1000).toFixed(1)} k` : String(Number(value.toPrecision(3)))),
+};

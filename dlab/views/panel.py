@@ -1,0 +1,255 @@
+"""What a run shows as the last line of a cell: its views while they change, and controls that work while it trains.
+
+The cell returns at once. One thread takes in events, sends frames, and carries out what the controls ask for; when the
+run has ended it leaves a still picture in the place of the widgets, and no thread and no widget.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import ipywidgets as widgets
+from IPython.display import DisplayHandle
+
+from dlab.events import Event
+from dlab.views.curves import LossCurves
+from dlab.views.gradients import GradientFlow
+from dlab.views.messages import Messages
+from dlab.views.page import Part, frame
+from dlab.views.ranks import Ranks
+from dlab.views.screen import Screen
+from dlab.views.shards import ShardTable
+from dlab.views.still import View
+from dlab.views.throughput import Throughput
+from dlab.views.timeline import Timeline
+
+PERIOD = 0.1  # seconds between two frames
+VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardTable)
+
+
+Do = Callable[[Callable[[], object]], None]  # what carries out a wish
+Controls = Callable[[Any, Do], list[widgets.Widget]]
+
+
+class Watched(Protocol):
+    """What a panel needs of a run."""
+
+    name: str
+    ranks: int
+    states: list[Event]
+
+    @property
+    def events(self) -> list[Event]: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def state(self) -> str: ...
+    def stop(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def kill(self, rank: int) -> None: ...
+    def delay(self, rank: int, seconds: float) -> None: ...
+    def set(self, name: str, value: Any) -> None: ...
+
+
+class Panel:
+    """The views that fit a run's events, and what one can do to it."""
+
+    def __init__(self, run: Watched) -> None:
+        self.run: Any = run
+        self.views: list[View] = [view() for view in VIEWS]
+        self.knobs: dict[str, Any] = {}  # that the run has declared, with their defaults
+        self._seen = self._states = 0
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Give the views what is new."""
+        events, states = self.run.events[self._seen :], self.run.states[self._states :]
+        self._seen += len(events)
+        self._states += len(states)
+        for view in self.views:
+            view.add([*states, *events])
+        self.knobs.update({event.data["name"]: event.data["default"] for event in events if event.kind == "knob"})
+
+    @property
+    def shown(self) -> list[View]:
+        """Views that have something to show."""
+        return [view for view in self.views if not view.empty]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What the browser draws."""
+        return [part for view in self.shown for part in view.parts]
+
+    @property
+    def title(self) -> str:
+        """`train: running`."""
+        return f"{self.run.name}: {self.run.state}"
+
+    def bundle(self) -> dict[str, Any]:
+        """The still: a picture of each view, and where scripts may run, the replay of all of them in their place."""
+        stills = [view.still() for view in self.shown]
+        text = "\n\n".join([self.title, *(str(view) for view in self.shown)])
+        if not stills:
+            return {"text/plain": text}
+        images = "".join(f"<div>{still.image}</div>" for still in stills)
+        replay = frame(self.parts, self.title)
+        return {
+            "text/html": f"<div>{html.escape(self.title)}</div><div>{images}</div>{replay}",
+            "image/png": stills[min(1, len(stills) - 1)].png,
+            "text/plain": text,
+        }
+
+
+class RacePanel(Panel):
+    """The losses of several runs on one chart."""
+
+    def __init__(self, race: Any) -> None:
+        self.run, self._curves = race, LossCurves({})
+        self.views = [self._curves]
+        self.knobs = {}
+        self._read: dict[str, int] = {}
+        self.take_in()
+
+    def take_in(self) -> None:
+        """By run."""
+        for name, events in self.run.events.items():
+            self._curves.add(events[self._read.get(name, 0) :], name)
+            self._read[name] = len(events)
+
+
+def show_live(run: Watched) -> threading.Thread | None:
+    """Show a run below the cell, with controls, and keep it up to date until it ends; the cell returns at once."""
+    return _show(Panel(run), controls)
+
+
+def show_race(race: Any) -> threading.Thread | None:
+    """The same for a race; the only control is to stop it."""
+    return _show(RacePanel(race), lambda race, do: [_button("stop", "end the race", lambda: do(race.stop))])
+
+
+def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
+    handle = DisplayHandle()
+    if panel.run.done:
+        handle.display(panel.bundle(), raw=True)
+        return None
+    live = Live(panel, handle, make_controls)
+    handle.display(live.box)
+    thread = threading.Thread(target=live.follow, name="dlab-panel", daemon=True)
+    thread.start()
+    return thread
+
+
+def controls(run: Watched, do: Do) -> list[widgets.Widget]:
+    """Pause, stop, and for one rank at a time: delay and kill. `do` gets what is to be done."""
+    pause = widgets.ToggleButton(description="pause", tooltip="freeze every rank, and go on", layout={"width": "90px"})
+    whom = widgets.Dropdown(options=[(f"rank {rank}", rank) for rank in range(run.ranks)], layout={"width": "90px"})
+    delay = widgets.FloatSlider(description="delay (s)", max=1.0, step=0.05, layout={"width": "300px"})
+    delays: dict[int, float] = {}
+
+    def set_delay(change: Any) -> None:
+        rank, seconds = whom.value, change["new"]
+        if delays.get(rank, 0.0) != seconds:  # else the slider has only moved because another rank was chosen
+            delays[rank] = seconds
+            do(lambda: run.delay(rank, seconds))
+
+    def choose(change: Any) -> None:
+        delay.value = delays.get(change["new"], 0.0)
+
+    def kill() -> None:
+        rank = whom.value
+        do(lambda: run.kill(rank))
+
+    pause.observe(lambda change: do(run.pause if change["new"] else run.resume), "value")
+    delay.observe(set_delay, "value")
+    whom.observe(choose, "value")
+    stop = _button("stop", "end the run on every rank", lambda: do(run.stop))
+    return [pause, stop, whom, delay, _button("kill", "kill this rank's process, as a crash would", kill)]
+
+
+def _button(name: str, tooltip: str, press: Callable[[], object]) -> widgets.Widget:
+    button = widgets.Button(description=name, tooltip=tooltip, layout={"width": "90px"})
+    button.on_click(lambda _: press())
+    return button
+
+
+class Live:
+    """A panel while its run goes on: widgets, and the loop that serves them."""
+
+    def __init__(self, panel: Panel, handle: DisplayHandle, make_controls: Controls) -> None:
+        self.panel, self.handle, self._run = panel, handle, panel.run
+        self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._screen = Screen(lambda: panel.parts)
+        self._title = widgets.Label(panel.title)
+        row = {"flex_flow": "row wrap", "align_items": "center"}
+        self._knobs = widgets.HBox(layout=row)
+        self._known: set[str] = set()
+        buttons = widgets.HBox(make_controls(panel.run, self._wishes.put), layout=row)
+        self.box = widgets.VBox([self._title, buttons, self._knobs, self._screen])
+
+    def _add_knobs(self) -> None:
+        """A control for each knob that the run has declared since."""
+        for name in self.panel.knobs.keys() - self._known:
+            self._known.add(name)
+            control = knob_control(name, self.panel.knobs[name])
+            control.observe(lambda change, name=name: self._turn(name, change["new"]), "value")
+            self._knobs.children = (*self._knobs.children, control)
+
+    def _turn(self, name: str, value: Any) -> None:
+        self._wishes.put(lambda: self._run.set(name, value))
+
+    def follow(self) -> None:
+        """Until the run has ended; whatever happens, the widgets go and a still stays."""
+        try:
+            done = False
+            while not done:
+                self._obey()
+                done = self._run.done  # asked before the events are taken in: the last picture must be complete
+                self.panel.take_in()
+                self._add_knobs()
+                self._title.value = self.panel.title
+                self._screen.show(self.panel.parts)
+        finally:
+            self.handle.update(self.panel.bundle(), raw=True)
+            _close(self.box)
+
+    def _obey(self) -> None:
+        """Do what was asked for; the first wish ends the wait for the next frame."""
+        wait = PERIOD
+        while True:
+            try:
+                wish = self._wishes.get(timeout=wait) if wait else self._wishes.get_nowait()
+            except Empty:
+                return
+            wish()
+            wait = 0.0
+
+
+def knob_control(name: str, value: Any) -> widgets.Widget:
+    """A control that suits a knob's value."""
+    wide = {"width": "300px"}
+    if isinstance(value, bool):
+        return widgets.Checkbox(value, description=name)
+    if isinstance(value, int):
+        return widgets.IntSlider(value, min=0, max=max(10, 4 * value), description=name, layout=wide)
+    if isinstance(value, float) and value > 0:
+        power = round(math.log10(value))
+        return widgets.FloatLogSlider(value, min=power - 2, max=power + 2, description=name, layout=wide)
+    if isinstance(value, float):
+        return widgets.FloatText(value, description=name)
+    return widgets.Text(str(value), description=name, continuous_update=False)
+
+
+def _close(widget: widgets.Widget) -> None:
+    """With all its parts: a widget that nobody closes is kept for ever."""
+    for child in getattr(widget, "children", ()):
+        _close(child)
+    for part in (getattr(widget, "layout", None), getattr(widget, "style", None)):
+        if isinstance(part, widgets.Widget):
+            part.close()
+    widget.close()

@@ -1,0 +1,108 @@
+"""The ranks at a glance: running, waiting for whom, slow, paused, dead; and how far each has got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from dlab.events import Event
+from dlab.views.still import View
+from dlab.views.timeline import Timeline
+
+# how a state looks: its colour, and a sign for those who do not see colours
+LOOKS = {
+    "running": ("#009E73", "▶"),
+    "waiting": ("#56B4E9", "…"),
+    "slow": ("#E69F00", "!"),
+    "delayed": ("#E69F00", "!"),
+    "paused": ("#8a8a8a", "❚❚"),
+    "returned": ("#0072B2", "✓"),
+    "stopped": ("#8a8a8a", "■"),
+    "failed": ("#D55E00", "✗"),
+    "dead": ("#D55E00", "✗"),
+}
+
+
+class Ranks(View):
+    """A box per rank, from events of kind `state` (what became of it) and `log` (how far it is, and whom it waits for).
+
+    >>> Ranks([*run.states, *run.events])
+    rank 0   waiting for rank 2   step 41
+    """
+
+    script, title = "ranks", "Workers"
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._states: dict[int, dict[str, Any]] = {}
+        self._steps: dict[int, int] = {}
+        self._timeline = Timeline()
+        super().__init__(events)
+
+    def add(self, events: Iterable[Event]) -> None:
+        """The last state and the last step of each rank are what counts."""
+        events = list(events)
+        for event in events:
+            if event.kind == "state":
+                self._states[event.rank] = event.data
+            elif event.kind == "log" and "step" in event.data:
+                self._steps[event.rank] = event.data["step"]
+        self._timeline.add(events)
+
+    @property
+    def empty(self) -> bool:
+        """Is nothing known of any rank?"""
+        return not self._states
+
+    def rows(self) -> list[tuple[int, str, str, int | None]]:
+        """Rank, state, the state in words, and the last step, for each rank."""
+        waiting, slow = self._timeline.waiting(), self._timeline.slow()
+        rows = []
+        for rank, last in sorted(self._states.items()):
+            state, words = last["state"], " ".join(filter(None, [last["state"], last.get("why", "")]))
+            if state == "dead":
+                words = f"dead: {last['why']}"
+            elif state == "running" and rank in waiting:
+                state, words = "waiting", f"waiting for rank {waiting[rank]}"
+            elif state == "running" and rank in slow:
+                state = words = "slow"
+            rows.append((rank, state, words, self._steps.get(rank)))
+        return rows
+
+    def figure(self) -> Figure:
+        """A coloured box per rank."""
+        rows = self.rows()
+        figure = Figure(figsize=(7, 0.34 * max(1, len(rows)) + 0.1))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(len(rows) or 1, 0))
+        axes.set_axis_off()
+        for line, (rank, state, words, step) in enumerate(rows):
+            colour, sign = LOOKS[state]
+            box = FancyBboxPatch((0.02, line + 0.2), 0.09, 0.6, "round,pad=0,rounding_size=0.01", color=colour)
+            axes.add_patch(box)
+            axes.text(0.065, line + 0.5, f"rank {rank}", ha="center", va="center", color="white")
+            axes.text(0.13, line + 0.5, f"{sign} {words}" + _at(step), va="center")
+        return figure
+
+    def data(self) -> dict[str, Any]:
+        """The boxes."""
+        rows = []
+        for rank, state, words, step in self.rows():
+            colour, sign = LOOKS[state]
+            rows.append({"rank": rank, "state": state, "words": words + _at(step), "colour": colour, "sign": sign})
+        return {"ranks": rows}
+
+    @property
+    def alt(self) -> str:
+        """All states in words."""
+        return "; ".join(f"rank {rank} {words}{_at(step)}" for rank, _, words, step in self.rows()) + "."
+
+    def __str__(self) -> str:
+        width = max((len(words) for _, _, words, _ in self.rows()), default=0)
+        lines = [f"rank {rank:<3} {words:<{width}}  {_at(step).strip(', ')}" for rank, _, words, step in self.rows()]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f", step {step}"

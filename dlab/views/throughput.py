@@ -1,0 +1,163 @@
+"""Throughput: how many samples a second each rank gets through, and all of them together, as the run goes on."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dlab.events import Event
+from dlab.views.still import COLOURS, View
+
+_POINTS = 400  # of a line, at most; a screen has no more columns for it
+_SHOWN = 12  # ranks with a line of their own
+_DASHES = ("solid", "dashed", "dotted", "dashdot")  # ranks that keep step lie on each other: gaps let all be seen
+_BARS = "▁▂▃▄▅▆▇█"
+
+Rates = np.ndarray[Any, np.dtype[np.float64]]  # per moment; NaN where a rank has not finished two steps yet
+
+
+class Throughput(View):
+    """Samples per second over the last `window` seconds, from `dlab.log(step=…, samples=…)`; without samples, steps.
+
+    The work of a step is spread evenly over the time since the rank's step before it, so that slow steps do not make
+    the line jump. A rank that has been silent for longer than the window falls to 0.
+
+    >>> Throughput(run.events)
+    rank 0    4012 samples/s   mean 3987   ▆▇▇▇█▇▇▇
+    """
+
+    script, title = "throughput", "Throughput"
+
+    def __init__(self, events: Iterable[Event] = (), window: float = 1.0) -> None:
+        if not window > 0:
+            raise ValueError(f"window={window!r}: throughput is counted over a number of seconds above 0")
+        self.window = window
+        self.unit = "steps"  # until somebody tells samples
+        self._begun: float | None = None
+        self._end = 0.0
+        self._steps: dict[int, array[float]] = {}  # by rank: end of a step, its samples, end of the next, …
+        super().__init__(events)
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take in more events; costs less than a microsecond each."""
+        for event in events:
+            if self._begun is None:
+                self._begun = event.time
+            moment = max(0.0, event.time - self._begun)
+            self._end = max(self._end, moment)
+            if event.kind == "log" and ("step" in event.data or "samples" in event.data):
+                samples = event.data.get("samples")
+                if samples is not None:
+                    self.unit = "samples"
+                self._steps.setdefault(event.rank, array("d")).extend((moment, samples or 0.0))
+
+    @property
+    def empty(self) -> bool:
+        """Has no rank logged two steps yet? The time of a step is what lies between two."""
+        return all(len(steps) < 4 for steps in self._steps.values())
+
+    def rates(self) -> tuple[Rates, dict[int, Rates]]:
+        """Moments, in seconds since the first event, and by rank what it did per second in the window up to each."""
+        begun = min((steps[0] for steps in self._steps.values()), default=0.0)
+        pace = self.window / 50
+        while (self._end - begun) / pace > _POINTS - 1:
+            pace *= 2  # moments stay where they were while a run grows, so that a live line does not tremble
+        moments = np.append(np.arange(begun + pace, self._end, pace), self._end)
+        ranks = {rank: np.array(steps).reshape(-1, 2) for rank, steps in sorted(self._steps.items())}
+        return moments, {rank: self._rates_of(steps, moments) for rank, steps in ranks.items()}
+
+    def _rates_of(self, steps: Rates, moments: Rates) -> Rates:
+        ends, amounts = steps[:, 0], steps[:, 1] if self.unit == "samples" else np.ones(len(steps))
+        done = np.cumsum(amounts) - amounts[0]  # nobody knows how long the first step took
+        last_step = ends[-1] - ends[-2] if len(ends) > 1 else 0.0
+        if self._end - ends[-1] <= max(self.window, 2 * last_step):
+            moments = np.minimum(moments, ends[-1])  # it is in the middle of a step, not silent
+        since = np.maximum(moments - self.window, ends[0])
+        seconds = np.where(moments > ends[0], moments - since, np.nan)
+        return (np.interp(moments, ends, done) - np.interp(since, ends, done)) / seconds
+
+    def lines(self) -> tuple[Rates, list[tuple[str, Rates]]]:
+        """What is drawn: moments and (name, rates), of the first ranks and of all together."""
+        moments, ranks = self.rates()
+        lines = [(f"rank {rank}", rates) for rank, rates in list(ranks.items())[:_SHOWN]]
+        if len(ranks) > 1:
+            lines.append(("all", np.sum([np.nan_to_num(rates) for rates in ranks.values()], axis=0)))
+        return moments, lines
+
+    def figure(self) -> Figure:
+        """A line per rank, told apart by colour and dashes, and a strong one for all."""
+        figure = Figure(figsize=(7, 3.2), layout="constrained")
+        moments, lines = self.lines() if not self.empty else (np.zeros(0), [])
+        thousands = _in_thousands(lines)
+        ylabel = f"{'thousand ' if thousands else ''}{self.unit} per second"
+        axes = figure.add_subplot(xlabel="seconds since the run began", ylabel=ylabel)
+        for number, (name, rates) in enumerate(lines):
+            style = {"color": "#404040", "linewidth": 2.2} if name == "all" else _style(number)
+            axes.plot(moments, rates / 1000 if thousands else rates, label=name, **style)
+        if lines:
+            handles, names = axes.get_legend_handles_labels()
+            outside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "handlelength": 3.5}
+            axes.legend(handles[::-1], names[::-1], frameon=False, **outside)
+            axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        return figure
+
+    def data(self) -> dict[str, Any]:
+        """The moments once, and the rates of every line."""
+        moments, lines = self.lines()
+        named = [{"name": name, "rates": rates.astype(np.float32)} for name, rates in lines]
+        return {"unit": self.unit, "time": moments.astype(np.float32), "lines": named}
+
+    @property
+    def alt(self) -> str:
+        """What the picture shows."""
+        if self.empty:
+            return "Throughput: no rank has logged two steps yet."
+        latest = ", ".join(f"{name} {_number(rates[-1])}" for name, rates in self.lines()[1])
+        return f"{self.unit.capitalize()} per second over time; the last are: {latest}."
+
+    def __str__(self) -> str:
+        if self.empty:
+            return "no rank has logged two steps yet"
+        lines = self.lines()[1]
+        rows = [(name, _number(rates[-1]), _number(_mean(rates)), _spark(rates)) for name, rates in lines]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        text = [
+            f"{name:<{widths[0]}}  {now:>{widths[1]}} {self.unit}/s   mean {mean:>{widths[2]}}   {bars}"
+            for name, now, mean, bars in rows
+        ]
+        if len(self._steps) > _SHOWN:
+            text.insert(-1, f"… {len(self._steps) - _SHOWN} more ranks")
+        return "\n".join(text)
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": _DASHES[number % len(_DASHES)], "linewidth": 1.6}
+
+
+def _in_thousands(lines: list[tuple[str, Rates]]) -> bool:
+    return max((float(np.nanmax(rates)) for _, rates in lines if not np.isnan(rates).all()), default=0.0) >= 5000
+
+
+def _mean(rates: Rates) -> float:
+    return float(np.mean(rates[~np.isnan(rates)])) if not np.isnan(rates).all() else float("nan")
+
+
+def _number(value: float) -> str:
+    """Three digits that matter; a dash for what is not known."""
+    if np.isnan(value):
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _spark(rates: Rates) -> str:
+    """A line in 30 block characters, from 0 to its highest."""
+    known = np.nan_to_num(rates)
+    picked = known[np.linspace(0, len(known) - 1, min(30, len(known))).astype(int)]
+    heights = picked / (picked.max() or 1.0) * (len(_BARS) - 1)
+    return "".join(_BARS[round(height)] for height in heights)

@@ -1,0 +1,223 @@
+"""The timeline: shares of time, who is slow and who waits for whom, from made-up events and from a real straggler."""
+
+import random
+import time
+from statistics import median
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import dlab
+from dlab.demo import train
+from dlab.views import Timeline
+
+
+def _run(computes, steps=40, wire=0.002, begin=1000.0, jitter=0.0, seed=0):
+    """Ranks that compute so many seconds a step and meet at its end, as after an all-reduce."""
+    random.seed(seed)
+    events, now = [], begin
+    for step in range(steps):
+        own = {rank: seconds * (1 + jitter * random.random()) for rank, seconds in computes.items()}
+        now += max(own.values()) + wire
+        for rank, compute in own.items():
+            data = {"step": step, "compute": compute, "wait": max(own.values()) + wire - compute}
+            events.append(dlab.Event(now, rank, "log", data))
+    return events
+
+
+def _state(moment, rank, state, why=""):
+    return dlab.Event(moment, rank, "state", {"state": state, "why": why})
+
+
+def _message(source, destination, start, end):
+    data = {
+        "source": source,
+        "destination": destination,
+        "bytes": 8,
+        "start": start,
+        "end": end,
+        "phase": "",
+        "step": 0,
+    }
+    return dlab.Event(end, source, "message", data)
+
+
+def test_shares_are_those_of_the_steps_that_are_shown():
+    events = [*_run({0: 0.01, 1: 0.05}, 100), *_run({0: 0.05, 1: 0.02}, 100, begin=1010.0, jitter=0.5)]
+    view = Timeline(events, seconds=1.0)
+    last = events[-1].time
+    for rank in (0, 1):
+        shown = [event.data for event in events if event.rank == rank and event.time > last - 1.0]
+        compute, wait = sum(data["compute"] for data in shown), sum(data["wait"] for data in shown)
+        assert 10 < len(shown) < 30
+        assert view.shares()[rank] == pytest.approx((compute / (compute + wait), wait / (compute + wait)))
+
+
+def test_everybody_waits_for_the_one_that_computes_longest():
+    view = Timeline(_run({0: 0.01, 1: 0.011, 2: 0.2, 3: 0.009}))
+    assert view.waiting() == {0: 2, 1: 2, 3: 2}
+    assert view.slow() == [2]
+    lines = str(view).splitlines()
+    assert lines[0] == "rank 0  compute   5 %  wait  95 %  waits for rank 2"
+    assert lines[2] == "rank 2  compute  99 %  wait   1 %  slow"
+
+
+def test_nobody_waits_among_equals_however_long_the_wire_takes():
+    view = Timeline(_run({0: 0.01, 1: 0.011, 2: 0.0105}, wire=0.05))
+    assert all(wait > 0.3 for _, wait in view.shares().values())
+    assert view.waiting() == {} and view.slow() == []
+
+
+def test_a_small_difference_is_nobodys_fault():
+    assert Timeline(_run({0: 0.01, 1: 0.012})).waiting() == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slow_means_half_as_long_again_as_the_median_of_the_others(seed):
+    random.seed(seed)
+    computes = {rank: random.uniform(0.01, 0.04) for rank in range(random.randrange(2, 7))}
+    events = _run(computes, jitter=0.2, seed=seed)
+    recent = {rank: [event.data["compute"] for event in events if event.rank == rank][-5:] for rank in computes}
+    plain = []
+    for rank in computes:
+        others = median(median(recent[other]) for other in computes if other != rank)
+        if median(recent[rank]) >= 1.5 * others:
+            plain.append(rank)
+    assert Timeline(events).slow() == plain
+
+
+def test_it_forgets_a_straggler_that_has_recovered():
+    events = [*_run({0: 0.01, 1: 0.2}, 20), *_run({0: 0.01, 1: 0.01}, 5, begin=1010.0)]
+    assert Timeline(events[:40]).waiting() == {0: 1}
+    assert Timeline(events).waiting() == {} and Timeline(events).slow() == []
+
+
+def test_nobody_waits_for_the_dead_and_their_end_is_told():
+    events = [*_run({0: 0.01, 1: 0.2, 2: 0.01}), _state(1009.0, 1, "dead", "killed by signal 9")]
+    view = Timeline(events)
+    assert view.waiting() == {} and view.slow() == []
+    assert "dead: killed by signal 9" in str(view) and "dead: killed by signal 9" in view.alt
+
+
+def test_a_single_rank_waits_for_nobody():
+    assert Timeline(_run({0: 0.1}, wire=0.5)).waiting() == {}
+
+
+def test_shown_are_about_thirty_steps_or_five_seconds():
+    assert Timeline(_run({0: 0.004, 1: 0.004}, 100)).seconds == 0.2
+    assert Timeline(_run({0: 0.02, 1: 0.02}, 100)).seconds == 1.0
+    assert Timeline(_run({0: 0.5, 1: 0.5}, 100)).seconds == 5.0
+    assert Timeline(_run({0: 0.5}), seconds=3).seconds == 3
+    with pytest.raises(ValueError, match="above 0"):
+        Timeline([], seconds=-1)
+
+
+def test_bars_lie_where_the_time_went():
+    events = _run({0: 0.01, 1: 0.03}, 10)
+    figure = Timeline([*events, _message(0, 1, 1000.015, 1000.025)], seconds=10).figure()
+    bars = [
+        {(round(box.x0, 4), round(box.x1, 4)) for box in (path.get_extents() for path in bar.get_paths())}
+        for bar in figure.axes[0].collections
+        if len(bar.get_paths()) in (1, 10) and bar.get_label() not in ("compute", "wait", "send")
+    ]
+    begun = events[0].time
+    for rank in (0, 1):
+        own = [event for event in events if event.rank == rank]
+        ends = [(event.time - begun, event.data["compute"], event.data["wait"]) for event in own]
+        assert {(round(end - wait, 4), round(end, 4)) for end, _, wait in ends} in bars
+        assert {(round(end - wait - compute, 4), round(end - wait, 4)) for end, compute, wait in ends} in bars
+    assert {(round(1000.015 - begun, 4), round(1000.025 - begun, 4))} in bars
+    assert "seconds" in figure.axes[0].get_xlabel()
+
+
+def test_delays_and_pauses_are_underlined_and_an_end_is_crossed():
+    run = _run({0: 0.1, 1: 0.2})
+    states = [
+        _state(1001.0, 1, "delayed", "0.1 s in each step"),
+        _state(1002.0, 1, "paused"),
+        _state(1003.0, 1, "running"),
+        _state(1007.0, 1, "dead", "killed"),
+    ]
+    axes = Timeline([*run, *states], seconds=100).figure().axes[0]
+    (cross,) = [line for line in axes.lines if line.get_marker() == "X"]
+    begun = run[0].time
+    assert np.allclose(cross.get_data(), [[1007.0 - begun], [1]])
+    under = [path.get_extents() for bar in axes.collections if bar.get_linewidth()[0] == 3 for path in bar.get_paths()]
+    assert np.allclose([(b.x0, b.x1) for b in under], [(1001 - begun, 1002 - begun), (1002 - begun, 1003 - begun)])
+
+
+def test_waiting_is_hatched_so_that_it_needs_no_colour():
+    figure = Timeline(_run({0: 0.01, 1: 0.03})).figure()
+    assert any(bar.get_hatch() for bar in figure.axes[0].collections)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["compute", "wait"]
+
+
+def test_nothing_yet_is_said_and_drawn():
+    for events in ([], [_state(1.0, 0, "running")], [dlab.Event(1.0, 0, "log", {"step": 0, "loss": 2.0})]):
+        view = Timeline(events)
+        assert view.empty and "dlab.log" in str(view) and "yet" in view.alt
+        assert view.waiting() == {} and view.slow() == []
+        assert isinstance(view.figure(), Figure)
+
+
+def test_events_in_pieces_give_the_same_as_all_at_once():
+    events = [_state(999.0, 0, "running"), *_run({0: 0.01, 1: 0.2})]
+    view = Timeline()
+    for start in range(0, len(events), 7):
+        view.add(events[start : start + 7])
+    assert str(view) == str(Timeline(events))
+
+
+def test_messages_alone_make_lanes_too():
+    view = Timeline([_message(0, 1, 5.0, 5.1), _message(1, 0, 5.1, 5.2)])
+    assert str(view).splitlines() == ["rank 0  1 message", "rank 1  1 message"]
+    assert isinstance(view.figure(), Figure)
+
+
+def test_what_goes_to_the_browser_is_the_latest_and_bounded(tmp_path):
+    events = _run(dict.fromkeys(range(4), 0.001), 5000)
+    events += [_message(0, 1, 1000.0 + at, 1000.0 + at + 0.1) for at in range(9000)]
+    view = Timeline(events)
+    data = view.data()
+    assert [lane["rank"] for lane in data["lanes"]] == [0, 1, 2, 3]
+    assert all(len(lane["steps"]) == 3 * 1500 and lane["steps"].dtype == np.float32 for lane in data["lanes"])
+    assert len(data["lanes"][0]["messages"]) == 3 * 1500
+    steps = data["lanes"][2]["steps"].reshape(-1, 3)
+    own = [event for event in events if event.kind == "log" and event.rank == 2][-1500:]
+    plain = [(event.time - events[0].time, event.data["compute"], event.data["wait"]) for event in own]
+    assert np.allclose(steps, plain, atol=1e-5)
+    view.save_html(tmp_path / "page.html")
+    assert "views.timeline" in (tmp_path / "page.html").read_text()
+
+
+def test_a_hundred_thousand_events_are_taken_in_quickly():
+    events = _run({0: 0.001, 1: 0.001}, 50_000)
+    start = time.perf_counter()
+    Timeline(events)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_delayed_worker_keeps_the_other_waiting():
+    with dlab.Cluster(2) as cluster:
+        run = cluster.start(train, dlab.average_gradients, 100_000)
+        try:
+            run.delay(1, 0.2)
+            _until(lambda: min(len([e for e in run.events if e.kind == "log" and e.rank == r]) for r in (0, 1)) >= 10)
+            events = run.events
+        finally:
+            run.stop()
+    view = Timeline(events)
+    assert view.waiting() == {0: 1}
+    assert view.slow() == [1]
+    logs = [event.data for event in events if event.kind == "log"]
+    assert all({"step", "loss", "samples", "compute", "wait"} <= set(data) for data in logs)
+    assert all(data["samples"] == 64 for data in logs)
+    assert "rank 0" in str(view) and "waits for rank 1" in str(view)
+
+
+def _until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
