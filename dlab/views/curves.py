@@ -105,7 +105,10 @@ class LossCurves(View):
         """What the picture shows."""
         if self.empty:
             return "Loss curves: no rank has logged a loss yet."
-        ends = ", ".join(f"{name} {curve[-1][1]:.2f}" for name, curve in self.lines()[:9])
+        last = {name: [curve[-1][1] for curve in ranks.values()] for name, ranks in self.runs.items() if ranks}
+        if len(self.runs) == 1:
+            last = {f"rank {rank}": [curve[-1][1]] for rank, curve in sorted(self.losses.items())}
+        ends = ", ".join(f"{name} {sum(losses) / len(losses):.2f}" for name, losses in list(last.items())[:8])
         count = f"{len(self.runs)} runs" if len(self.runs) > 1 else f"{len(self.losses)} ranks"
         return f"Loss by {self.by} of {count}; the last losses are {ends}."
 

@@ -206,17 +206,25 @@ class Live:
     def follow(self) -> None:
         """Until the run has ended; whatever happens, the widgets go and a still stays."""
         try:
-            done = False
-            while not done:
-                self._obey()
-                done = self._run.done  # asked before the events are taken in: the last picture must be complete
-                self.panel.take_in()
-                self._add_knobs()
-                self._title.value = self.panel.title
-                self._screen.show(self.panel.parts)
+            self.keep_up()
         finally:
             self.handle.update(self.panel.bundle(), raw=True)
-            _close(self.box)
+            self.close()
+
+    def keep_up(self) -> None:
+        """Send frames and carry out wishes until the run has ended."""
+        done = False
+        while not done:
+            self._obey()
+            done = self._run.done  # asked before the events are taken in: the last picture must be complete
+            self.panel.take_in()
+            self._add_knobs()
+            self._title.value = self.panel.title
+            self._screen.show(self.panel.parts)
+
+    def close(self) -> None:
+        """The widgets go."""
+        _close(self.box)
 
     def _obey(self) -> None:
         """Do what was asked for; the first wish ends the wait for the next frame."""
