@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
 	$$python -c '$(IN_RANGE)' >/dev/null 2>&1 && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test conformance bench check clean
+.PHONY: help lab test conformance bench screenshots check clean
 
 help: ## print this list
 	@echo 'make …'
@@ -34,6 +34,9 @@ conformance: $(READY) ## run PyTorch's own distributed tests on gloo and on dlab
 
 bench: $(READY) ## measure this machine
 	@$(VENV)/bin/python -m dlab.bench $(ARGS)
+
+screenshots: $(READY) ## make the pictures in notebooks/images anew, in a real JupyterLab (needs Chromium)
+	@PYTHONPATH=tests $(VENV)/bin/python -m screenshots
 
 check: $(READY) ## lint, formatting, types
 	@status=0; for tool in 'ruff check .' 'ruff format --check .' 'mypy'; do \

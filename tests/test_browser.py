@@ -1,0 +1,305 @@
+"""In a real browser: the panel draws while workers run, its controls act on them, and what is saved needs no kernel."""
+
+import io
+import re
+import time
+
+import pytest
+from kernels import Kernel, alive, eventually
+from PIL import Image
+
+pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
+
+from browser import NoBrowser, Server, open_browser
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+# The notebook in which most of it is tried; the tests start runs in its last cells.
+SETUP = """
+import threading, time
+import dlab
+cluster = dlab.cluster(4)
+
+def work():
+    for step in range(100_000):
+        time.sleep(0.005)
+        dlab.log(step=step, loss=1 / (step + 1), gain=dlab.knob("gain", 1.0))
+
+def flood(bursts=25, events=1000):  # 100,000 of four ranks, in about three seconds; the first ones at once
+    for step in range(bursts * events):
+        while step == 2 and not dlab.knob("go", False):
+            time.sleep(0.01)
+        if step % events == 0:
+            time.sleep(0.1)
+        dlab.log(step=step, loss=1 / (step + 1), samples=64)
+"""
+MEASURE = """
+def logs(rank):
+    return [event for event in run.events if event.kind == "log" and event.rank == rank]
+
+def seconds_of_last_step(rank):
+    before, last = logs(rank)[-2:]
+    return last.time - before.time
+
+def panel_seconds():  # of a core that drawing has taken so far
+    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.name == "dlab-panel"]
+    return sum(map(time.clock_gettime, clocks))
+"""
+WORK, FLOOD = 2, 3  # the cells that follow
+
+# ------------------------------------------------------------------------------------- nothing stays behind
+
+
+def test_ten_runs_leave_no_thread_no_widget_and_no_process(tmp_path):
+    count = (
+        "import gc, threading, ipywidgets, psutil\n"
+        "def left():\n"
+        "    gc.collect()\n"
+        "    return {\n"
+        "        'threads': sorted(t.name for t in threading.enumerate()),\n"
+        "        'widgets': len(ipywidgets.widgets.widget._instances),\n"
+        "        'processes': len(psutil.Process().children(recursive=True)),\n"
+        "    }\n"
+        "def settled():\n"
+        "    while any(t.name == 'dlab-panel' for t in threading.enumerate()): time.sleep(0.01)\n"
+        "    return left()"
+    )
+    with Kernel(TMPDIR=str(tmp_path)) as kernel:
+        # the first run brings what stays for good, such as the thread with which pyzmq collects its garbage
+        for code in (SETUP, count, "run = cluster.start(work)\nrun", "time.sleep(0.3); run.stop(); before = settled()"):
+            assert kernel.run(code).error is None
+        for number in range(10):
+            assert kernel.run("run = cluster.start(work)\nrun").error is None
+            assert kernel.run(f"time.sleep({0.3 * (number % 2)}); run.stop()").error is None  # with frames, and without
+        assert kernel.run("before == settled() or (before, left())").result == "True"
+        assert kernel.run("before['widgets']").result == "0"
+
+
+# ------------------------------------------------------------------------------------------- the browser
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("jupyter"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(server):
+    try:
+        with open_browser(server) as chromium:
+            yield chromium
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def opened(server, chromium):
+    """A small notebook with a cluster, open in JupyterLab."""
+    name = server.write(
+        "small.ipynb", SETUP, MEASURE, "run = cluster.start(work)\nrun", "run = cluster.start(flood)\nrun"
+    )
+    with chromium.notebook(name) as notebook:
+        notebook.run_cell(0)
+        notebook.run_cell(1)
+        yield notebook
+
+
+@pytest.fixture
+def small(opened):
+    """The same for each test: nothing runs in the end, and nothing has gone wrong in the browser or in a cell."""
+    opened.errors.clear()
+    yield opened
+    opened.ask("'run' in globals() and run.stop()")
+    assert opened.failures() == []
+    assert opened.errors == []
+
+
+def start(notebook, cell=WORK):
+    """Start a run in a cell; gives its panel as soon as it draws."""
+    notebook.run_cell(cell)
+    assert notebook.failures() == []
+    panel = notebook.output(cell)
+    figure(panel, "curves").and_(panel.locator("[data-drawn]")).wait_for()
+    return panel
+
+
+def figure(inside, view):
+    return inside.locator(f"figure[data-view={view}]")
+
+
+def states(inside):
+    return (figure(inside, "ranks").get_attribute("data-states") or "").split()
+
+
+def replayed(panel):
+    """The page that takes the place of a panel when its run has ended."""
+    panel.locator("iframe").wait_for()
+    return panel.frame_locator("iframe")
+
+
+def test_a_slider_makes_the_chosen_rank_slow(small):
+    panel = start(small)
+    small.choose(panel, "rank 2")
+    small.drag(panel, "delay (s)", 0.4)
+    eventually(lambda: small.ask("seconds_of_last_step(2)") > 0.3)
+    assert small.ask("seconds_of_last_step(1)") < 0.3
+    eventually(lambda: states(panel)[2] == "delayed")
+    small.drag(panel, "delay (s)", 0.0)
+    eventually(lambda: small.ask("seconds_of_last_step(2)") < 0.3)
+
+
+def test_a_knob_acts_on_running_processes(small):
+    panel = start(small)
+    handle = small.slider(panel, "gain")
+    handle.focus()
+    pressed = time.time()
+    handle.press("ArrowRight")
+    acted = "next((event.time for event in logs(3) if event.data['gain'] != 1.0), None)"
+    seconds = eventually(lambda: small.ask(acted)) - pressed
+    print(f"a slider acts on a running process after {1000 * seconds:.0f} ms (aimed at: 300 ms)")
+
+
+def test_pause_freezes_every_rank(small):
+    panel = start(small)
+    small.press(panel, "pause")
+    eventually(lambda: states(panel) == ["paused"] * 4)
+    counts = small.ask("[len(logs(rank)) for rank in range(4)]")
+    time.sleep(0.3)
+    assert small.ask("[len(logs(rank)) for rank in range(4)]") == counts
+    small.press(panel, "pause")
+    eventually(lambda: min(small.ask("[len(logs(rank)) for rank in range(4)]")) > max(counts))
+
+
+def test_kill_ends_a_process_and_the_panel_says_so(small):
+    panel = start(small)
+    victim = small.ask("cluster.pids[1]")
+    small.choose(panel, "rank 1")
+    small.press(panel, "kill")
+    pressed = time.time()
+    eventually(lambda: not alive([victim]))
+    page = replayed(panel)
+    figure(page, "ranks").wait_for()
+    print(f"the end of a killed run is shown after {time.time() - pressed:.1f} s")
+    assert eventually(lambda: states(page))[1] == "dead"
+    assert "rank 1 dead" in figure(page, "ranks").locator("canvas").get_attribute("aria-label")
+    assert small.ask("run.state") == "failed"
+
+
+def test_panel_and_replay_can_be_read_in_the_dark(small):
+    small.use_theme("Dark")
+    try:
+        panel = start(small)
+        assert ground(figure(panel, "curves")) < 80
+        small.press(panel, "stop")
+        picture = figure(replayed(panel), "curves")
+        picture.wait_for()
+        assert ground(picture) < 80
+        colour = picture.locator("figcaption").evaluate("(caption) => getComputedStyle(caption).color")
+        assert min(map(int, re.findall(r"\d+", colour)[:3])) > 150, f"a title in {colour} on a dark ground"
+    finally:
+        small.use_theme("Light")
+
+
+def ground(picture):
+    """How bright the colour is that covers most of a picture, from 0 to 255."""
+    grey = Image.open(io.BytesIO(picture.screenshot())).convert("L")
+    counts = grey.histogram()
+    return counts.index(max(counts))
+
+
+def test_four_workers_at_full_speed(small):
+    panel = start(small, FLOOD)
+    small.page.evaluate(
+        """() => {
+            const figure = document.querySelector('figure[data-view=curves]');
+            window.seen = [];
+            const tick = () => {
+                window.seen.push([performance.timeOrigin + performance.now(), figure.dataset.drawn]);
+                window.counting = requestAnimationFrame(tick);
+            };
+            tick();
+        }"""
+    )
+    spent = [small.ask("(time.time(), panel_seconds())")]
+    panel.get_by_label("go").check()
+    while not small.ask("run.done"):
+        spent.append(small.ask("(time.time(), panel_seconds())"))
+        time.sleep(0.4)
+    page = replayed(panel)
+    figure(page, "ranks").wait_for()
+    small.page.evaluate("() => cancelAnimationFrame(window.counting)")
+
+    first, last, events = small.ask("(logs(0)[2].time, logs(0)[-1].time, sum(len(logs(rank)) for rank in range(4)))")
+    frames = [drawn for moment, drawn in small.page.evaluate("() => window.seen") if first <= moment / 1000 <= last]
+    (begin, before), (end, after) = spent[0], max(spent, key=lambda sample: sample[1])
+    print(
+        f"{events} events in {last - first:.1f} s: {len(frames) / (last - first):.0f} frames a second in the browser, "
+        f"{len(set(frames)) / (last - first):.1f} with a new picture; "
+        f"the kernel spends {(after - before) / max(end - begin, 0.1):.0%} of a core on drawing"
+    )
+    assert events == 100_000
+    words = figure(page, "ranks").locator("canvas").get_attribute("aria-label")
+    assert words.count("step 24999") == 4, words
+
+
+# ---------------------------------------------------------------------------------- the lessons, and pages
+
+
+def test_the_tour_runs_from_top_to_bottom(chromium):
+    with chromium.notebook("00_tour.ipynb") as tour:
+        tour.run_all()
+        assert tour.failures() == []
+        (cell,) = (n for n, cell in enumerate(tour.cells()) if "steps=150" in "".join(cell["source"]))
+        page = replayed(tour.output(cell))
+        for view in ("ranks", "curves", "throughput", "timeline"):
+            figure(page, view).and_(page.locator("[data-drawn]")).wait_for()
+        assert states(page) == ["returned"] * 4
+
+
+def test_the_messages_of_a_ring_can_be_replayed_and_saved(server, chromium):
+    with chromium.notebook("02_allreduce.ipynb") as lesson:
+        cell = lesson.run_until("ring = record(ring_allreduce)")
+        assert lesson.failures() == []
+        page = replayed(lesson.output(cell))
+        steps = scrub(page)
+        lesson.ask("ring.save_html('ring.html')")
+
+    with chromium.page(offline=True) as (page, _):
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((server.notebooks / "ring.html").as_uri())
+        assert scrub(page) == steps
+        page.get_by_role("button", name="play").click()
+        eventually(lambda: figure(page, "messages").get_attribute("data-step") not in (None, steps[-1]))
+        assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
+
+
+def scrub(page):
+    """Move the position of a replay to four places; the steps that are drawn there differ."""
+    position = page.get_by_role("slider", name="position").first
+    picture = figure(page, "messages")
+    picture.and_(page.locator("[data-drawn]")).wait_for()
+    steps = []
+    for share in (0.95, 0.7, 0.4, 0.05):
+        drawn = int(picture.get_attribute("data-drawn"))
+        box = position.bounding_box()
+        position.click(position={"x": share * box["width"], "y": box["height"] / 2})
+        eventually(lambda drawn=drawn: int(picture.get_attribute("data-drawn")) > drawn)
+        steps.append(picture.get_attribute("data-step"))
+    assert len(set(steps)) == len(steps), steps
+    return steps
+
+
+def test_the_panel_draws_in_notebook_7_too(server, chromium):
+    pytest.importorskip("notebook", minversion="7")
+    name = server.write("seven.ipynb", SETUP, MEASURE, "run = cluster.start(work)\nrun")
+    with chromium.notebook(name, app="notebook") as notebook:
+        notebook.run_cell(0)
+        panel = start(notebook)
+        notebook.slider(panel, "gain").wait_for()  # in a fresh kernel the run is ahead of its panel
+        notebook.press(panel, "stop")
+        page = replayed(panel)
+        eventually(lambda: states(page) == ["stopped"] * 4)
+        assert notebook.failures() == []
