@@ -66,7 +66,7 @@ def test_ten_runs_leave_no_thread_no_widget_and_no_process(tmp_path):
     )
     with Kernel(TMPDIR=str(tmp_path)) as kernel:
         # the first run brings what stays for good, such as the thread with which pyzmq collects its garbage
-        for code in (SETUP, count, "run = cluster.start(work)\nrun", "time.sleep(0.3); run.stop(); before = settled()"):
+        for code in (SETUP, count, "run = cluster.start(work)\nrun", "time.sleep(2); run.stop(); before = settled()"):
             assert kernel.run(code).error is None
         for number in range(10):
             assert kernel.run("run = cluster.start(work)\nrun").error is None

@@ -66,8 +66,9 @@ class LossCurves(View):
     def lines(self, every: int = 1) -> list[tuple[str, Curve]]:
         """What is drawn: (name, curve); ranks of a single run and their mean, or the means of several runs."""
         if len(self.runs) > 1:
-            return [(name, _mean(ranks, every)) for name, ranks in self.runs.items() if ranks]
-        lines = [(f"rank {rank}", curve[::every]) for rank, curve in sorted(self.losses.items())]
+            return [(name, _mean(of_run, every)) for name, of_run in self.runs.items() if of_run]
+        ranks = sorted(self.losses.items())
+        lines = [(f"rank {rank}", [curve[at] for at in _places(len(curve), every)]) for rank, curve in ranks]
         return [*lines, ("mean", _mean(self.losses, every))] if len(lines) > 1 else lines
 
     def figure(self) -> Figure:
@@ -125,11 +126,16 @@ class LossCurves(View):
 def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
     """The mean over ranks of their n-th losses; the step is the first one's, the time that of the last to get there."""
     means = []
-    for place in range(0, max(map(len, ranks.values()), default=0), every):
+    for place in _places(max(map(len, ranks.values()), default=0), every):
         there = [curve[place] for curve in ranks.values() if place < len(curve)]
         losses = sum(loss for _, loss, _ in there) / len(there)
         means.append((there[0][0], losses, max(time for _, _, time in there)))
     return means
+
+
+def _places(length: int, every: int) -> list[int]:
+    """Every so many of a curve's points, and the last one in any case."""
+    return [*range(0, length - 1, every), length - 1] if length else []
 
 
 def _running_mean(values: tuple[float, ...]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import math
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
 
 PERIOD = 0.1  # seconds between two frames
-VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardTable)
+MOST = 0.1  # of a core for drawing: after a frame that took long, the next one waits
 
 
 Do = Callable[[Callable[[], object]], None]  # what carries out a wish
@@ -62,7 +63,9 @@ class Panel:
 
     def __init__(self, run: Watched) -> None:
         self.run: Any = run
-        self.views: list[View] = [view() for view in VIEWS]
+        timeline = Timeline()
+        others = (GradientFlow(), Messages(), ShardTable())
+        self.views: list[View] = [Ranks(timeline=timeline), LossCurves(), Throughput(), timeline, *others]
         self.knobs: dict[str, Any] = {}  # that the run has declared, with their defaults
         self._seen = self._states = 0
         self.take_in()
@@ -189,8 +192,8 @@ class Live:
         row = {"flex_flow": "row wrap", "align_items": "center"}
         self._knobs = widgets.HBox(layout=row)
         self._known: set[str] = set()
-        buttons = widgets.HBox(make_controls(panel.run, self._wishes.put), layout=row)
-        self.box = widgets.VBox([self._title, buttons, self._knobs, self._screen])
+        self._buttons = widgets.HBox(make_controls(panel.run, self._wishes.put), layout=row)
+        self.box = widgets.VBox([self._title, self._buttons, self._knobs, self._screen])
 
     def _add_knobs(self) -> None:
         """A control for each knob that the run has declared since."""
@@ -208,27 +211,40 @@ class Live:
         try:
             self.keep_up()
         finally:
-            self.handle.update(self.panel.bundle(), raw=True)
-            self.close()
+            try:
+                self._leave_still()
+            finally:
+                self.close()
 
     def keep_up(self) -> None:
         """Send frames and carry out wishes until the run has ended."""
-        done = False
+        done, spent = False, 0.0
         while not done:
-            self._obey()
+            self._obey(max(PERIOD, spent / MOST - spent))
+            before = time.thread_time()
             done = self._run.done  # asked before the events are taken in: the last picture must be complete
             self.panel.take_in()
             self._add_knobs()
             self._title.value = self.panel.title
             self._screen.show(self.panel.parts)
+            spent = time.thread_time() - before
+
+    def _leave_still(self) -> None:
+        still = self.panel.bundle()
+        self.handle.update(still, raw=True)
+        if self._screen.opened > 1 and "text/html" in still:  # a page that was loaded anew does not know the handle
+            self.box.children = (widgets.HTML(still["text/html"]),)
 
     def close(self) -> None:
-        """The widgets go."""
-        _close(self.box)
+        """The widgets go, but for a box that has the still in it."""
+        for widget in (self._title, self._buttons, self._knobs, self._screen):
+            _close(widget)
+        if self._title in self.box.children:
+            self.box.children = ()
+            _close(self.box)
 
-    def _obey(self) -> None:
+    def _obey(self, wait: float) -> None:
         """Do what was asked for; the first wish ends the wait for the next frame."""
-        wait = PERIOD
         while True:
             try:
                 wish = self._wishes.get(timeout=wait) if wait else self._wishes.get_nowait()

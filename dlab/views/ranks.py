@@ -35,21 +35,23 @@ class Ranks(View):
 
     script, title = "ranks", "Workers"
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
+    def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
         self._steps: dict[int, int] = {}
-        self._timeline = Timeline()
+        self._timeline = timeline or Timeline()
+        self._shares_it = timeline is not None  # somebody else gives it its events
         super().__init__(events)
 
     def add(self, events: Iterable[Event]) -> None:
         """The last state and the last step of each rank are what counts."""
-        events = list(events)
+        if not self._shares_it:
+            events = list(events)
+            self._timeline.add(events)
         for event in events:
             if event.kind == "state":
                 self._states[event.rank] = event.data
             elif event.kind == "log" and "step" in event.data:
                 self._steps[event.rank] = event.data["step"]
-        self._timeline.add(events)
 
     @property
     def empty(self) -> bool:

@@ -19,6 +19,7 @@ class Screen(anywidget.AnyWidget):
     def __init__(self, latest: Callable[[], Sequence[Part]]) -> None:
         super().__init__()
         self._latest = latest
+        self.opened = 0  # how often a page has shown it
         self.on_msg(self._on_message)
 
     def show(self, parts: Sequence[Part]) -> None:
@@ -28,4 +29,5 @@ class Screen(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, content: dict[str, Any], __: Any) -> None:
         if content.get("kind") == "ready":
+            self.opened += 1
             self.show(self._latest())

@@ -91,10 +91,10 @@ class Board {
   }
 
   set(parts) {
-    for (const part of parts) {
-      if (!this.pictures.has(part.name)) this.pictures.set(part.name, new Picture(this.root, part.name));
-      this.pictures.get(part.name).set(part);
-    }
+    const fresh = parts.filter((part) => !this.pictures.has(part.name));
+    for (const part of fresh) this.pictures.set(part.name, new Picture(this.root, part.name));
+    if (fresh.length) this.root.append(...parts.map((part) => this.pictures.get(part.name).box)); // always in one order
+    for (const part of parts) this.pictures.get(part.name).set(part);
     this.root.dataset.sets = Number(this.root.dataset.sets ?? 0) + 1;
   }
 }
@@ -184,7 +184,7 @@ function axes(paint, { x, y, xlabel, ylabel }) {
   return at;
 }
 
-// Names with their colours, in the upper right corner.
+// Names with their colours, in the lower left corner, which falling curves leave free.
 function legend(paint, names) {
   const { context } = paint;
   context.textBaseline = "middle";
@@ -192,10 +192,11 @@ function legend(paint, names) {
   const width = Math.max(...names.map(([name]) => context.measureText(name).width));
   context.globalAlpha = 0.8;
   context.fillStyle = paint.ground;
-  context.fillRect(paint.width - width - 38, 10, width + 30, 15 * names.length + 4);
+  const [left, top] = [60, paint.height - 44 - 15 * names.length];
+  context.fillRect(left - 4, top - 8, width + 30, 15 * names.length + 4);
   context.globalAlpha = 1;
   names.forEach(([name, colour], line) => {
-    const [x, y] = [paint.width - width - 34, 20 + 15 * line];
+    const [x, y] = [left, top + 15 * line];
     context.fillStyle = colour;
     context.fillRect(x, y - 1.5, 16, 3);
     context.fillStyle = paint.text;
@@ -222,7 +223,11 @@ function openPage(parent, text, buffers) {
   const clocked = pictures.filter((picture) => picture.view.clock === undefined); // "own": not this one; "none": no replay
   if (clocked.length) addReplay(parent, clocked);
   for (const picture of pictures) if (picture.view.clock === "own") addReplay(picture.box, [picture], picture.view.seconds?.(picture.data));
-  if (!window.frameElement) document.documentElement.style.colorScheme = "light dark";
+  if (window.frameElement) { // the colours of the notebook around it
+    const { text, ground } = theme(parent);
+    Object.assign(document.body.style, { color: text, background: ground });
+    document.documentElement.style.colorScheme = getComputedStyle(window.frameElement).colorScheme;
+  } else document.documentElement.style.colorScheme = "light dark";
   const still = window.frameElement?.previousElementSibling;
   if (still) still.hidden = true; // the picture for those who cannot run this
   const fit = () => { if (window.frameElement) window.frameElement.style.height = `${parent.scrollHeight + 12}px`; };
