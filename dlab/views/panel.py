@@ -221,10 +221,10 @@ class Live:
         done, spent = False, 0.0
         while not done:
             self._obey(max(PERIOD, spent / MOST - spent))
-            before = time.thread_time()
             done = self._run.done  # asked before the events are taken in: the last picture must be complete
             self.panel.take_in()
             self._add_knobs()
+            before = time.thread_time()
             self._title.value = self.panel.title
             self._screen.show(self.panel.parts)
             spent = time.thread_time() - before
