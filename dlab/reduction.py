@@ -84,9 +84,9 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 def _shared_memory() -> Fused | None:
     """Made once for a process group, by all its ranks together. The backend `dlab` has its own."""
     global _state
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
-    if _state[0] is not dist.group.WORLD:
-        possible = dist.get_backend() == "gloo"
-        _state = (dist.group.WORLD, Fused.connect(TorchTransport()) if possible else None)
+    if _state[0] is not world:
+        _state = (world, Fused.connect(TorchTransport()) if dist.get_backend() == "gloo" else None)
     return _state[1]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 
 import pytest
 import torch
@@ -154,6 +155,33 @@ def test_gives_what_gloo_gives(cluster, gloo, work):
     for found, expected in zip(cluster.run(work, timeout=60), gloo.run(work, timeout=60), strict=True):
         _assert_same(found, expected)
     assert cluster.run(dist.get_backend) == ["dlab"] * RANKS
+
+
+def _monitored(late):
+    group, errors = dist.new_group(), []
+    for wait_all_ranks in (False, True):
+        try:
+            if dlab.rank() not in late:
+                group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        ((), []),
+        ((1, 3), ["after 0.5 s: no word from rank 1", "after 0.5 s: no word from ranks 1, 3"]),
+        ((0,), []),
+    ],
+)
+def test_a_monitored_barrier_says_who_has_not_come(cluster, late, words):
+    first, *others = cluster.run(_monitored, late, timeout=60)
+    assert len(first) == len(words)
+    assert all(error.endswith(end) for error, end in zip(first, words, strict=True))
+    waiting = [errors for rank, errors in enumerate(others, 1) if rank not in late]
+    assert all(len(errors) == (2 if late else 0) and all("rank 0" in error for error in errors) for errors in waiting)
 
 
 def _batches(steps=3):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ class DlabGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = ""
+        self._store, self._timeout, self._monitored = store, timedelta(seconds=timeout), 0
         meeting = StoreTransport(store, rank, size)
         wire = connect(meeting, timeout)
         self._post: Post | Parcels
@@ -61,7 +63,7 @@ class DlabGroup(dist.ProcessGroup):
             assert isinstance(letters, SharedTransport)
             self._post, self._fused = Post(letters, "dlab-post"), Fused.connect(wire, timeout)
         else:
-            gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            gloo = dist.ProcessGroupGloo(store, rank, size, self._timeout)
             wire, self._post, self._fused = GlooTransport(gloo), Parcels(gloo), None
         self._bare: Transport = wire
         self._wire: Transport = Recorder(wire, emit) if emit and allreduce else wire
@@ -253,6 +255,35 @@ class DlabGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Pending:
         """Everyone waits for everyone."""
         return self._do(self._bare.barrier, [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier at which rank 0 says who has not come within the timeout: the first of them, or all."""
+        patience = self._timeout if timeout is None else timeout
+        self._monitored += 1
+        place = f"monitored barrier {self._monitored}"
+        if self.rank():
+            self._store.set(f"{place}, {self.rank()}", "")
+            if not self._appears(place, patience):
+                raise RuntimeError(f"Rank {self.rank()} timed out in monitoredBarrier: rank 0 has not let it go on")
+            return
+        deadline, missing = time.monotonic() + patience.total_seconds(), []
+        for other in range(1, self.size()):
+            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+            if not self._appears(f"{place}, {other}", left):
+                missing.append(str(other))
+                if not wait_all_ranks:
+                    break
+        if missing:
+            who = f"no word from rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {patience.total_seconds():g} s: {who}")
+        self._store.set(place, "")
+
+    def _appears(self, key: str, timeout: timedelta) -> bool:
+        try:
+            self._store.wait([key], max(timeout, timedelta(milliseconds=1)))  # the store takes none for forever
+        except RuntimeError:  # stores do not agree on a kind of their own
+            return False
+        return True
 
     # point to point
 

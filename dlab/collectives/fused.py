@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlab.collectives.ops import COMBINE, OPS, finish, prepare
+from dlab.collectives.ops import OPS, Tools, finish, prepare, tools
 from dlab.transports import Transport, share_memory
 from dlab.transports.checked import DTYPES, header
 from dlab.transports.patience import YIELDS, Patience, Peers
@@ -27,7 +27,8 @@ _PAGE = 4096
 _MASK = (1 << 32) - 1
 
 Plan = tuple[int, ...]  # what a rank brings: number of items, type, op, number of the arena, place in it
-Block = tuple[torch.Tensor, list[torch.Tensor]]  # the same stretch of rank 0's slot and of the others'
+Block = tuple[Any, list[Any]]  # the same stretch of rank 0's slot and of the others', as the tools want it
+Key = tuple[int, int, torch.dtype, str]  # where, number of items, type, op
 
 
 class Table:
@@ -127,9 +128,9 @@ class Fused:
         self._arenas: dict[int, Arena] = {}  # by the address of my slot
         self._made = 0
         # what was worked out for a tensor that lies in an arena: making views takes longer than using them
-        self._known: dict[tuple[int, int, torch.dtype, str], tuple[Plan, list[Block]]] = {}
-        self._slots: dict[tuple[int, torch.dtype], list[list[torch.Tensor]]] = {}  # of private tensors' chunks
-        self._small: dict[tuple[int, int, torch.dtype, str], tuple[Plan, list[torch.Tensor]]] = {}
+        self._known: dict[Key, tuple[Plan, list[Block], Tools]] = {}
+        self._slots: dict[tuple[int, torch.dtype], list[list[Any]]] = {}  # of private tensors' chunks
+        self._small: dict[Key, tuple[Plan, list[Any], Tools]] = {}
 
     @classmethod
     def connect(cls, wire: Transport, timeout: float = 600.0) -> Fused | None:
@@ -166,6 +167,8 @@ class Fused:
             self._reduce_shared(*known, op)
             return
         row, _ = prepare(tensor, op)
+        if self.size == 1:
+            return
         if (known := self._look_up(row, op)) is not None:
             self._reduce_shared(*known, op)
         elif row.numel() * row.element_size() <= SMALL:
@@ -173,28 +176,28 @@ class Fused:
         else:
             self._reduce_private(row, op)
 
-    def _reduce_shared(self, plan: Plan, blocks: list[Block], op: str) -> None:
+    def _reduce_shared(self, plan: Plan, blocks: list[Block], using: Tools, op: str) -> None:
         """Tensors in an arena: everyone combines its own part of all of them, where they are."""
         self.table.meet(plan)
-        combine = COMBINE[op]
+        _, combine, copy = using
         for first, others in blocks:
             for other in others:
-                combine(first, other)
+                combine(first, other, first)
             finish(first, op, self.size)
             for other in others:
-                other.copy_(first)
+                copy(other, first)
         self.table.meet()
 
-    def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[Block]] | None:
-        """For a tensor in an arena: the plan, and the same block of every slot for each block of my part."""
-        count, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
+    def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[Block], Tools] | None:
+        """For a tensor in an arena: the plan, the same block of every slot for each block of my part, and the tools."""
+        using, count, dtype, address = tools(tensor.dtype, op), tensor.numel(), tensor.dtype, tensor.data_ptr()
         for start, arena in self._arenas.items():
             offset = address - start
             if count and offset >= 0 and offset + count * dtype.itemsize <= arena.nbytes:
                 parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
-                blocks = zip(*(part.split(BLOCK // dtype.itemsize) for part in parts), strict=True)
+                blocks = zip(*(map(using.view, part.split(BLOCK // dtype.itemsize)) for part in parts), strict=True)
                 plan = (*header(tensor), OPS.index(op), arena.number, offset)
-                known = plan, [(first, others) for first, *others in blocks if first.numel()]
+                known = plan, [(first, others) for first, *others in blocks if len(first)], using
                 self._known[address, count, dtype, op] = known
                 return known
         return None
@@ -207,15 +210,16 @@ class Fused:
         self._turn = 1 - self._turn
         key = (self._turn, row.numel(), row.dtype, op)
         if key not in self._small:
-            rows = self._scratch.rows(CHUNK + self._turn * SMALL, row.dtype, row.numel())
-            self._small[key] = (*header(row), OPS.index(op), 0, 0), rows
-        plan, rows = self._small[key]
-        rows[self.rank].copy_(row)
+            using, rows = tools(row.dtype, op), self._scratch.rows(CHUNK + self._turn * SMALL, row.dtype, row.numel())
+            self._small[key] = (*header(row), OPS.index(op), 0, 0), list(map(using.view, rows)), using
+        plan, rows, (view, combine, copy) = self._small[key]
+        mine = view(row)
+        copy(rows[self.rank], mine)
         self.table.meet(plan)
-        row.copy_(rows[0])
-        for other in rows[1:]:
-            COMBINE[op](row, other)
-        finish(row, op, self.size)
+        combine(rows[0], rows[1], mine)
+        for other in rows[2:]:
+            combine(mine, other, mine)
+        finish(mine, op, self.size)
 
     def _reduce_private(self, row: torch.Tensor, op: str) -> None:
         """A tensor of a rank's own: others' parts of it go into my slot, and what they make of them comes back.
@@ -224,22 +228,23 @@ class Fused:
         in a slot for every chunk, so I may fill in the next one while others still fetch my part of the last.
         """
         plan = (*header(row), OPS.index(op), 0, 0)
-        combine, others = COMBINE[op], [rank for rank in range(self.size) if rank != self.rank]
+        using, others = tools(row.dtype, op), [rank for rank in range(self.size) if rank != self.rank]
+        view, combine, copy = using
         for chunk in row.split(self.size * (_region(self.size) // row.element_size())):
-            parts, slots = chunk.tensor_split(self.size), self._slots_for(chunk)
+            parts, slots = [view(part) for part in chunk.tensor_split(self.size)], self._slots_for(chunk, using)
             mine = parts[self.rank]
             for other in others:
-                slots[self.rank][other].copy_(parts[other])
+                copy(slots[self.rank][other], parts[other])
             self.table.meet(plan)
             for other in others:
-                combine(mine, slots[other][self.rank])
+                combine(mine, slots[other][self.rank], mine)
             finish(mine, op, self.size)
-            slots[self.rank][self.rank].copy_(mine)
+            copy(slots[self.rank][self.rank], mine)
             self.table.meet()
             for other in others:
-                parts[other].copy_(slots[other][other])
+                copy(parts[other], slots[other][other])
 
-    def _slots_for(self, chunk: torch.Tensor) -> list[list[torch.Tensor]]:
+    def _slots_for(self, chunk: torch.Tensor, using: Tools) -> list[list[Any]]:
         """Every rank's slot, with a region for each part of the chunk."""
         key = (chunk.numel(), chunk.dtype)
         if key not in self._slots:
@@ -247,7 +252,7 @@ class Fused:
                 self._scratch.rows(number * _region(self.size), chunk.dtype, part.numel())
                 for number, part in enumerate(chunk.tensor_split(self.size))
             ]
-            self._slots[key] = [list(slot) for slot in zip(*regions, strict=True)]
+            self._slots[key] = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
         return self._slots[key]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dlab.transports.base import Transport
@@ -22,6 +25,35 @@ COMBINE: dict[str, Combine] = {
 }
 OPS = tuple(COMBINE)  # numbered alike on all ranks
 
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "product": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+_PLAIN = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+
+
+class Tools(NamedTuple):
+    """How to work on the numbers of a tensor in memory."""
+
+    view: Callable[[torch.Tensor], Any]
+    combine: Callable[[Any, Any, Any], object]  # puts the combination of the first two into the third
+    copy: Callable[[Any, Any], object]  # into the first
+
+
+@cache
+def tools(dtype: torch.dtype, op: str) -> Tools:
+    """Those of numpy where it knows the type: it begins to work in a tenth of the time that torch needs."""
+    if dtype in _PLAIN:
+        return Tools(torch.Tensor.numpy, _UFUNCS[op], np.copyto)
+    combine = COMBINE[op]
+    return Tools(torch.Tensor.detach, lambda one, two, into: combine(into.copy_(one), two), torch.Tensor.copy_)
+
 
 def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
     """The tensor as one row of numbers, and the operation; refuses what cannot be reduced in place."""
@@ -33,10 +65,11 @@ def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
         raise ValueError(f"the mean of {tensor.dtype} tensors is not whole: use op='sum', or floats")
     if op in ("and", "or", "xor") and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{tensor.dtype} has no bits for {op!r} to combine: use whole numbers or bool")
-    return tensor.detach().view(-1), COMBINE[op]
+    row = tensor.detach() if tensor.requires_grad else tensor
+    return (row if row.dim() == 1 else row.view(-1)), COMBINE[op]
 
 
-def finish(row: torch.Tensor, op: str, size: int) -> None:
+def finish(row: Any, op: str, size: int) -> None:
     """A mean is a sum, divided."""
     if op == "mean":
         row /= size

@@ -12,8 +12,8 @@ What it is not responsible for, and why it cannot count against dlab:
 
 - tests on CUDA tensors, of NCCL, and those that torch has switched off: gloo skips them here as well;
 - tests of DDP's bucket sizes: they run without any backend, and pass;
-- `monitored_barrier` (see `table.EXEMPT`): torch.distributed refuses it to every backend but gloo. One of its tests
-  asks the group itself, and dlab's has no such method;
+- `dist.monitored_barrier` (see `table.EXEMPT`): torch.distributed refuses it to every backend but gloo, before it
+  asks the group. dlab's group has one, and the test that calls it passes;
 - profiler events: the suite looks for them only on backends that are on its list, and dlab is not.
 
 The rule, then, needs no list of collectives: what gloo passes and dlab does not is a fault, unless `EXEMPT` says why.
