@@ -21,13 +21,14 @@ from dlab.transports.patience import YIELDS, Patience, Peers
 
 BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
-SMALL = 256 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
+SMALL = 128 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
 _LINE = 8  # numbers of 8 bytes in a cache line
 _PAGE = 4096
 _MASK = (1 << 32) - 1
 
 Plan = tuple[int, ...]  # what a rank brings: number of items, type, op, number of the arena, place in it
 Block = tuple[Any, list[Any]]  # the same stretch of rank 0's slot and of the others', as the tools want it
+Slots = tuple[list[tuple[int, int]], list[list[Any]]]  # begin and end of each part; by rank and part, its place
 Key = tuple[int, int, torch.dtype, str]  # where, number of items, type, op
 
 
@@ -129,7 +130,7 @@ class Fused:
         self._made = 0
         # what was worked out for a tensor that lies in an arena: making views takes longer than using them
         self._known: dict[Key, tuple[Plan, list[Block], Tools]] = {}
-        self._slots: dict[tuple[int, torch.dtype], list[list[Any]]] = {}  # of private tensors' chunks
+        self._slots: dict[tuple[int, torch.dtype], Slots] = {}  # of private tensors' chunks
         self._small: dict[Key, tuple[Plan, list[Any], Tools]] = {}
 
     @classmethod
@@ -230,8 +231,11 @@ class Fused:
         plan = (*header(row), OPS.index(op), 0, 0)
         using, others = tools(row.dtype, op), [rank for rank in range(self.size) if rank != self.rank]
         view, combine, copy = using
-        for chunk in row.split(self.size * (_region(self.size) // row.element_size())):
-            parts, slots = [view(part) for part in chunk.tensor_split(self.size)], self._slots_for(chunk, using)
+        whole, length = view(row), self.size * (_region(self.size) // row.element_size())
+        for start in range(0, len(whole), length):
+            chunk = whole[start : start + length]
+            bounds, slots = self._slots_for(len(chunk), row.dtype, using)
+            parts = [chunk[begin:end] for begin, end in bounds]
             mine = parts[self.rank]
             for other in others:
                 copy(slots[self.rank][other], parts[other])
@@ -244,16 +248,17 @@ class Fused:
             for other in others:
                 copy(parts[other], slots[other][other])
 
-    def _slots_for(self, chunk: torch.Tensor, using: Tools) -> list[list[Any]]:
-        """Every rank's slot, with a region for each part of the chunk."""
-        key = (chunk.numel(), chunk.dtype)
-        if key not in self._slots:
+    def _slots_for(self, count: int, dtype: torch.dtype, using: Tools) -> Slots:
+        """Where the parts of a chunk begin and end; and every rank's slot, with a region for each part."""
+        if (count, dtype) not in self._slots:
+            bounds = [(count * part // self.size, count * (part + 1) // self.size) for part in range(self.size)]
             regions = [
-                self._scratch.rows(number * _region(self.size), chunk.dtype, part.numel())
-                for number, part in enumerate(chunk.tensor_split(self.size))
+                self._scratch.rows(part * _region(self.size), dtype, end - begin)
+                for part, (begin, end) in enumerate(bounds)
             ]
-            self._slots[key] = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
-        return self._slots[key]
+            slots = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
+            self._slots[count, dtype] = bounds, slots
+        return self._slots[count, dtype]
 
 
 def _region(size: int) -> int:
