@@ -39,6 +39,15 @@ _HOME = {
     "world_size": "processes.inside",
     "Deadlock": "transports",
     "rehearse": "rehearsal",
+    "AllReduceSGD": "strategies",
+    "AsyncSGD": "strategies",
+    "DDP": "strategies",
+    "ModelAveraging": "strategies",
+    "SyncSGD": "strategies",
+    "VirtualClock": "strategies",
+    "Training": "training",
+    "evaluate": "training",
+    "train": "training",
     "allreduce": "reduction",
     "average_gradients": "reduction",
     "shared_empty": "reduction",
@@ -50,12 +59,23 @@ _HOME = {
     "show_source": "views",
 }
 
-_MODULES = ("backend", "collectives", "cost", "data", "events", "models", "transports", "views")
+_MODULES = (
+    "backend",
+    "collectives",
+    "cost",
+    "data",
+    "events",
+    "models",
+    "strategies",
+    "training",
+    "transports",
+    "views",
+)
 
 __all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from dlab import backend, collectives, cost, data, events, models, transports, views
+    from dlab import backend, collectives, cost, data, events, models, strategies, training, transports, views
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
     from dlab.models import MLP, SimpleCNN, TwoLayer
@@ -67,6 +87,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.watching import watch
     from dlab.reduction import allreduce, average_gradients, shared_empty
     from dlab.rehearsal import rehearse
+    from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, SyncSGD, VirtualClock
+    from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock
     from dlab.views import GradientFlow, LossCurves, Messages, Throughput, Timeline, show_source
 

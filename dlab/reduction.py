@@ -17,18 +17,21 @@ from dlab.collectives.fused import Fused
 from dlab.collectives.ops import finish, prepare
 from dlab.processes.inside import device, transport, world_size
 from dlab.processes.watching import tell
-from dlab.transports import TorchTransport
+from dlab.transports import TorchTransport, Transport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
 _state: tuple[object, Fused | None] = (None, None)  # of which process group, and its shared memory if it has any
 
 
-def average_gradients(model: torch.nn.Module, allreduce: Callable[..., Any] | None = None) -> None:
+def average_gradients(
+    model: torch.nn.Module, allreduce: Callable[..., Any] | None = None, wire: Transport | None = None
+) -> None:
     """Replace each gradient by its mean over the ranks: a sum over all, divided by their number.
 
     Parameter by parameter, by `dist.all_reduce`, or by a collective of `dlab.collectives` or your own that works in
     place, `allreduce(tensor, transport)`: that one gets a copy, so that the gradient stays whole until all is there.
+    Over `wire`, if given, else over `dlab.transport()`.
 
     >>> loss.backward()
     >>> average_gradients(model, allreduce=ring_allreduce)
@@ -44,9 +47,9 @@ def average_gradients(model: torch.nn.Module, allreduce: Callable[..., Any] | No
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         else:
             received = parameter.grad.clone(memory_format=torch.contiguous_format)
-            allreduce(received, transport())
+            allreduce(received, wire or transport())
             parameter.grad.copy_(received)
-        parameter.grad /= world_size()
+        parameter.grad /= wire.size if wire else world_size()
         tell("reduced", parameter)
 
 

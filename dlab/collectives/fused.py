@@ -36,7 +36,7 @@ class Table:
     """A line of numbers per rank that all can read: how often it has met the others, and with which plan."""
 
     def __init__(self, memory: memoryview, wire: Transport, timeout: float) -> None:
-        self.rank, self.size, self._timeout = wire.rank, wire.size, timeout
+        self.rank, self.size, self.timeout = wire.rank, wire.size, timeout
         self._lines = memory[: 8 * _LINE * self.size].cast("Q")
         self.peers = Peers(memory[8 * _LINE * self.size :][: 8 * self.size].cast("Q"), self.rank)
         self._mine, self._others = self.rank * _LINE, [r * _LINE for r in range(self.size) if r != self.rank]
@@ -76,7 +76,7 @@ class Table:
 
     def _sleep_until(self, line: int, count: int) -> None:
         other, complaint = line // _LINE, f"rank {self.rank} has waited for rank {line // _LINE} in an all-reduce"
-        wait = Patience(self.peers, self._timeout, lambda: (other, complaint))
+        wait = Patience(self.peers, self.timeout, lambda: (other, complaint))
         while self._lines[line] < count:
             wait()
 
@@ -122,7 +122,7 @@ class Fused:
     """All-reduce through arenas, for ranks on one host; `Fused.connect` makes it."""
 
     def __init__(self, memory: memoryview, wire: Transport, timeout: float) -> None:
-        self.rank, self.size, self._wire = wire.rank, wire.size, wire
+        self.rank, self.size, self.wire = wire.rank, wire.size, wire
         self.table = Table(memory, wire, timeout)
         self._scratch = Arena(memory[_front(wire.size) :], CHUNK + 2 * SMALL, wire.size)
         self._turn = 0  # small tensors use two places in turn
@@ -144,7 +144,7 @@ class Fused:
         count = prod(shape)
         nbytes = count * dtype.itemsize
         self.table.meet((count, DTYPES.index(dtype), 0, 0, 0))
-        memory = share_memory(self._wire, self.size * _pages(nbytes))
+        memory = share_memory(self.wire, self.size * _pages(nbytes))
         assert memory is not None
         self._made += 1
         arena = Arena(memory, nbytes, self.size, self._made)
@@ -154,6 +154,29 @@ class Fused:
             self._arenas[start] = arena
             weakref.finalize(slot, self._forget, start)
         return tensor_in(slot, dtype, count).view(shape)
+
+    def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor for all ranks: what one writes, all read. Every rank must call it."""
+        memory = share_memory(self.wire, _pages(count * dtype.itemsize))
+        assert memory is not None
+        return tensor_in((ctypes.c_char * len(memory)).from_buffer(memory), dtype, count)
+
+    def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor from `empty`, or a stretch of one, in the slots of all ranks; any other is refused."""
+        row, _ = prepare(tensor, "sum")
+        found = self._arena_of(row)
+        if found is None:
+            raise ValueError("this tensor is not in memory that all ranks share: make it with shared_empty")
+        arena, offset = found
+        return arena.rows(offset, row.dtype, row.numel())
+
+    def _arena_of(self, row: torch.Tensor) -> tuple[Arena, int] | None:
+        """The arena in which a row of numbers lies, and where in it."""
+        address, nbytes = row.data_ptr(), row.numel() * row.element_size()
+        for start, arena in self._arenas.items():
+            if nbytes and start <= address and address + nbytes <= start + arena.nbytes:
+                return arena, address - start
+        return None
 
     def _forget(self, start: int) -> None:
         end = start + self._arenas.pop(start).nbytes
@@ -180,28 +203,20 @@ class Fused:
     def _reduce_shared(self, plan: Plan, blocks: list[Block], using: Tools, op: str) -> None:
         """Tensors in an arena: everyone combines its own part of all of them, where they are."""
         self.table.meet(plan)
-        _, combine, copy = using
-        for first, others in blocks:
-            for other in others:
-                combine(first, other, first)
-            finish(first, op, self.size)
-            for other in others:
-                copy(other, first)
+        reduce_blocks(blocks, using, op)
         self.table.meet()
 
     def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[Block], Tools] | None:
         """For a tensor in an arena: the plan, the same block of every slot for each block of my part, and the tools."""
-        using, count, dtype, address = tools(tensor.dtype, op), tensor.numel(), tensor.dtype, tensor.data_ptr()
-        for start, arena in self._arenas.items():
-            offset = address - start
-            if count and offset >= 0 and offset + count * dtype.itemsize <= arena.nbytes:
-                parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
-                blocks = zip(*(map(using.view, part.split(BLOCK // dtype.itemsize)) for part in parts), strict=True)
-                plan = (*header(tensor), OPS.index(op), arena.number, offset)
-                known = plan, [(first, others) for first, *others in blocks if len(first)], using
-                self._known[address, count, dtype, op] = known
-                return known
-        return None
+        found = self._arena_of(tensor)
+        if found is None:
+            return None
+        (arena, offset), using, count, dtype = found, tools(tensor.dtype, op), tensor.numel(), tensor.dtype
+        parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
+        plan = (*header(tensor), OPS.index(op), arena.number, offset)
+        known = plan, blocks_of(parts, using), using
+        self._known[tensor.data_ptr(), count, dtype, op] = known
+        return known
 
     def _reduce_small(self, row: torch.Tensor, op: str) -> None:
         """A small tensor of a rank's own: all put theirs down, and everyone adds up all of them, in the same order.
@@ -259,6 +274,24 @@ class Fused:
             slots = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
             self._slots[count, dtype] = bounds, slots
         return self._slots[count, dtype]
+
+
+def blocks_of(parts: list[torch.Tensor], using: Tools) -> list[Block]:
+    """The same part of every slot, cut into blocks that stay in the cache."""
+    cuts = [map(using.view, part.split(BLOCK // part.element_size())) for part in parts]
+    return [(first, others) for first, *others in zip(*cuts, strict=True) if len(first)]
+
+
+def reduce_blocks(blocks: list[Block], using: Tools, op: str, spread: bool = True) -> None:
+    """Combine each block of all slots in the first of them; `spread` writes it back into the others."""
+    _, combine, copy = using
+    for first, others in blocks:
+        for other in others:
+            combine(first, other, first)
+        finish(first, op, 1 + len(others))
+        if spread:
+            for other in others:
+                copy(other, first)
 
 
 def _region(size: int) -> int:

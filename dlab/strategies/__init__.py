@@ -1,0 +1,10 @@
+"""The SGD family, all of one shape: begin, then after every backward pass a step, and an end; see `Strategy`."""
+
+from dlab.strategies.asynchronous import AsyncSGD, VirtualClock
+from dlab.strategies.averaging import ModelAveraging, nesterov
+from dlab.strategies.base import Strategy
+from dlab.strategies.ddp import DDP
+from dlab.strategies.flat import AllReduceSGD
+from dlab.strategies.sync import SyncSGD
+
+__all__ = ["DDP", "AllReduceSGD", "AsyncSGD", "ModelAveraging", "Strategy", "SyncSGD", "VirtualClock", "nesterov"]

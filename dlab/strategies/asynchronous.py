@@ -1,0 +1,189 @@
+"""Asynchronous SGD without a server: every rank applies its own gradient at once, and the others' as they arrive.
+
+Nobody waits, so a straggler slows down nobody else; but a gradient may have been computed on weights that have moved
+on since. How far is its staleness. Taught in `04_async_sgd.ipynb`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from heapq import merge
+
+import torch
+from torch import nn
+
+from dlab.models import flatten_gradients
+from dlab.processes.watching import tell
+from dlab.strategies.base import Stopwatch, Strategy, Told
+from dlab.transports import Group, Transport
+from dlab.transports.outbox import Outbox, open_outbox
+
+
+class VirtualClock:
+    """When each rank would finish each step, from a seed: the same interleaving every time.
+
+    A step of rank r takes `speeds[r]` (default 1) plus up to `jitter` of that, at random.
+    """
+
+    def __init__(self, seed: int = 0, speeds: Sequence[float] = (), jitter: float = 0.5) -> None:
+        if any(speed <= 0 for speed in speeds) or jitter < 0:
+            raise ValueError(f"speeds={speeds!r}, jitter={jitter!r}: a step takes more than no time")
+        self.seed, self.speeds, self.jitter = seed, tuple(speeds), jitter
+
+    def ends(self, rank: int) -> Iterator[tuple[float, int]]:
+        """(time, rank) of the end of each of its steps."""
+        speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
+        dice, now = random.Random(f"{self.seed} {rank}"), 0.0
+        while True:
+            now += speed * (1 + self.jitter * dice.random())
+            yield now, rank
+
+    def __repr__(self) -> str:
+        return f"VirtualClock(seed={self.seed}, speeds={self.speeds}, jitter={self.jitter:g})"
+
+
+GRADIENT, NO_MORE, MODEL = range(3)  # kinds of letters
+
+
+class AsyncSGD(Strategy):
+    """Each rank writes its gradients to all others and never waits for them; at the end all average their models.
+
+    The staleness of an update is the number of updates that this rank had made and the gradient's weights had not. A
+    rank may be at most `room` gradients ahead of the slowest reader. `clock=None` is real time; a `VirtualClock`
+    decides instead which gradients a step finds, so that every run gives the same result. A rank that dies is missed
+    by nobody. With n ranks each weight is updated n times per step: take a smaller learning rate than for `SyncSGD`.
+    """
+
+    survives = True
+
+    def __init__(self, clock: VirtualClock | None = None, room: int = 32) -> None:
+        if clock is not None and not isinstance(clock, VirtualClock):
+            raise TypeError(f"clock={clock!r}: give None for real time, or a VirtualClock(seed)")
+        if not isinstance(room, int) or room < 1:
+            raise ValueError(f"room={room!r}: give a whole number of gradients, 1 or more")
+        self.clock, self.room = clock, room
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+        """Open the outboxes. A letter: a gradient, how many updates of each rank its weights had, and its kind."""
+        super().begin(model, optimizer, wire)
+        self._flat = flatten_gradients(model)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        room = len(self._flat) + sum(buffer.numel() for buffer in self._buffers)
+        self._letter = torch.zeros(room + wire.size + 1, dtype=self._flat.dtype)
+        self._outbox: Outbox = open_outbox(wire, len(self._letter), self._letter.dtype, self.room)
+        self._writing = set(self._outbox.others)  # who still sends gradients
+        self._updates = [0] * wire.size  # made here, by whose gradient
+        self._seen = list(self._updates)  # those that were in the weights of the gradient under way
+        self._told: list[int] = []
+        if self.clock is not None:
+            self._now, self._mine = 0.0, self.clock.ends(wire.rank)
+            self._ends = merge(*(self.clock.ends(other) for other in self._outbox.others))
+            self._next = next(self._ends, _NEVER)
+        return model
+
+    # one step
+
+    def clear(self) -> None:
+        """Apply what has arrived, then make room for a gradient of my own."""
+        if self.clock is None:
+            self._take_in()
+        else:
+            self._wait_for_due(self._now)
+        self._flat.zero_()
+        self._seen = list(self._updates)
+
+    def step(self) -> Told:
+        """Mine at once; then let the others have it."""
+        self._letter[: len(self._flat)].copy_(self._flat)
+        self._update(self.wire.rank, self._seen)
+        tell("sent", *self._parameters)
+        watch = Stopwatch()
+        with watch:
+            self._post(GRADIENT)
+        if self.clock is not None:
+            self._now, _ = next(self._mine)
+        told, self._told = self._told, []
+        return {"wait": watch.seconds, "staleness": told}
+
+    def _post(self, kind: int) -> None:
+        while behind := self._outbox.behind():
+            if self.clock is not None or not self._take_in():  # who waits for others goes on reading
+                self._outbox.pause(behind)
+        self._letter[-1 - self.wire.size :] = torch.tensor([*self._seen, kind])
+        self._outbox.post(self._letter)
+
+    def _take_in(self) -> bool:
+        """Apply whatever is there; was there anything?"""
+        found = False
+        for source in list(self._writing):
+            while source in self._writing and (letter := self._outbox.next(source)) is not None:
+                self._open(source, letter)
+                found = True
+        return found
+
+    def _open(self, source: int, letter: torch.Tensor) -> None:
+        *seen, kind = letter[-1 - self.wire.size :].long().tolist()
+        if kind == NO_MORE:
+            self._writing.remove(source)
+        else:
+            self._flat.copy_(letter[: len(self._flat)])
+            self._update(source, seen)
+
+    def _update(self, source: int, seen: Sequence[int]) -> None:
+        self._told.append(sum(max(0, mine - theirs) for mine, theirs in zip(self._updates, seen, strict=True)))
+        self.optimizer.step()
+        self._updates[source] += 1
+
+    def _wait_for_due(self, now: float) -> None:
+        """By the virtual clock: what all others have finished by now, in the order in which they did."""
+        while self._writing and self._next[0] <= now:
+            source = self._next[1]
+            self._next = next(self._ends)
+            if source in self._writing:
+                self._open_or_miss(source)
+
+    def _open_or_miss(self, source: int) -> None:
+        letter = self._outbox.wait(source)
+        if letter is None:
+            self._writing.remove(source)
+        else:
+            self._open(source, letter)
+
+    # the end
+
+    def end(self) -> None:
+        """Apply all that is still to come, then average the models of those who are there."""
+        self._post(NO_MORE)
+        if self.clock is not None:
+            self._wait_for_due(_NEVER[0])
+        while self._writing:
+            if not self._take_in():
+                self._outbox.pause(self._writing)
+                if not self._take_in():  # what the dead have posted is read first
+                    self._writing -= self._outbox.gone
+        own = torch.cat([each.detach().view(-1).to("cpu", self._flat.dtype) for each in self._content()])
+        self._letter[: len(own)] = own
+        self._post(MODEL)
+        models = {self.wire.rank: own}
+        for source in self._outbox.others:
+            letter = self._outbox.wait(source)
+            if letter is not None:
+                models[source] = letter[: len(own)].clone()
+        there = sorted(models)
+        mean = torch.stack([models[rank] for rank in there]).mean(0)  # in the same order everywhere: the same bits
+        with torch.no_grad():
+            sizes = [each.numel() for each in self._content()]
+            for each, part in zip(self._content(), mean.split(sizes), strict=True):
+                each.copy_(part.view_as(each))
+        self._outbox.close()
+        self.wire = Group(self.wire, there)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _content(self) -> list[torch.Tensor]:
+        return [*self._parameters, *self._buffers]
+
+
+_NEVER = (float("inf"), -1)

@@ -1,0 +1,103 @@
+"""Data slicing: every rank trains alone on its shard, and only the models are averaged, at the end or now and then.
+
+`every=k` is local SGD; with an outer optimizer it is DiLoCo. Taught in `03_sync_sgd.ipynb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from dlab.collectives import ring_allreduce
+from dlab.strategies.base import Stopwatch, Strategy, Told
+from dlab.transports import Transport
+
+Outer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+def nesterov(parameters: Iterable[torch.Tensor], lr: float = 0.7, momentum: float = 0.9) -> torch.optim.Optimizer:
+    """The outer optimizer of DiLoCo, with its numbers."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
+
+
+class ModelAveraging(Strategy):
+    """Average parameters every `every` steps, or only at the end (None).
+
+    Costs one all-reduce of the model each time, instead of one per step. With `outer`, a function that makes an
+    optimizer, such as `nesterov`, the way from the last common model to the average is taken as a gradient of that
+    optimizer. With plain SGD and `every=1` it is synchronous SGD.
+    """
+
+    def __init__(self, every: int | None = None, outer: Outer | None = None) -> None:
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ValueError(f"every={every!r}: give a whole number of steps, 1 or more, or None for only at the end")
+        if outer is not None and not callable(outer):
+            raise TypeError(f"outer={outer!r}: give a function that makes an optimizer, such as strategies.nesterov")
+        self.every, self.outer = every, outer
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+        """The common model is the first one."""
+        super().begin(model, optimizer, wire)
+        self._steps = 0
+        self._common = parameters_to_vector(model.parameters()).detach()
+        self._optimizer = self.outer([self._common]) if self.outer else None
+        return model
+
+    def step(self) -> Told:
+        """Alone, but for every so many steps."""
+        self.optimizer.step()
+        self._steps += 1
+        watch = Stopwatch()
+        if self.every and self._steps % self.every == 0:
+            with watch:
+                self._average()
+        return {"wait": watch.seconds}
+
+    def end(self) -> None:
+        """Average what was not averaged yet; running statistics too."""
+        if not self.every or self._steps % self.every:
+            self._average()
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                row = buffer.detach().contiguous()
+                ring_allreduce(row, self.wire, op="mean")
+                buffer.copy_(row)
+        super().end()
+
+    def _average(self) -> None:
+        mean = parameters_to_vector(self.model.parameters()).detach()
+        ring_allreduce(mean, self.wire, op="mean")
+        if self._optimizer is None:
+            self._common = mean
+        else:
+            self._common.grad = self._common - mean
+            self._optimizer.step()
+        self._fill(self._common)
+
+    def _fill(self, vector: torch.Tensor) -> None:
+        """Copied: torch's own vector_to_parameters would let the model train in the vector."""
+        parameters = list(self.model.parameters())
+        with torch.no_grad():
+            for parameter, part in zip(parameters, vector.split([each.numel() for each in parameters]), strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    def state(self) -> dict[str, Any]:
+        """This rank's own model and optimizer, and how far it is."""
+        outer = self._optimizer.state_dict() if self._optimizer else None
+        parameters = parameters_to_vector(self.model.parameters()).detach()
+        own = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
+        return own | {"steps": self._steps, "common": self._common, "outer": outer}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As it was."""
+        self._fill(state["parameters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._steps = state["steps"]
+        with torch.no_grad():
+            self._common.copy_(state["common"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["outer"])

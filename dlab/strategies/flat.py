@@ -1,0 +1,178 @@
+"""All-reduce SGD: the sums of `SyncSGD`, fast: one flat gradient, reduced in buckets while the backward pass goes on.
+
+Taught in `03_sync_sgd.ipynb`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlab.models import flatten_gradients
+from dlab.processes.watching import tell
+from dlab.strategies.base import Stopwatch, Strategy, Told
+from dlab.strategies.reducers import reducer_for
+from dlab.transports import Transport
+
+# what they do to a weight depends on its neighbours, so a part of the weights cannot be updated alone
+_WHOLE = ("LBFGS", "Muon", "Adafactor")
+
+
+class AllReduceSGD(Strategy):
+    """Gradients lie one after another in one tensor, in shared memory on one host, and are averaged in buckets.
+
+    A bucket holds at least `bucket_mb` megabytes. With `overlap` it is reduced as soon as its last gradient is there,
+    while the backward pass goes on; without, when the pass is over. `sharded_update=True`: each rank averages and
+    updates only its own part of the weights, which on one host live in shared memory too: the least work, for
+    optimizers that treat every weight by itself. All ranks hold the same bits.
+    """
+
+    def __init__(self, bucket_mb: float = 1.0, overlap: bool = True, sharded_update: bool = False) -> None:
+        if not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+            raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in megabytes, larger than 0")
+        self.bucket_mb, self.overlap, self.sharded_update = bucket_mb, overlap, sharded_update
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+        """Lay out the gradients, and with `sharded_update` the weights; listen to the backward pass."""
+        super().begin(model, optimizer, wire)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._reducer = reducer_for(wire, self._parameters[0].device)
+        self._flat = flatten_gradients(model, lambda count, dtype: self._reducer.empty(count, dtype))
+        self._buckets = self._fill_buckets()
+        spans = self._spans()
+        pieces = [(spans[bucket[-1]][0], spans[bucket[0]][1]) for bucket in self._buckets]
+        weights = self._share_weights(spans) if self.sharded_update else None
+        self._reducer.cut(self._flat, weights, pieces, spread=not self.sharded_update)
+        if weights is not None:
+            self._shard_optimizer(weights, spans)
+        self._bucket_of = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket}
+        self._listening, self._hooks = True, []
+        if self.overlap:
+            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._parameters]
+        self._forget_round()
+        return model
+
+    def _fill_buckets(self) -> list[list[nn.Parameter]]:
+        """Parameters in the order in which the backward pass comes to them: the last one first."""
+        buckets: list[list[nn.Parameter]] = [[]]
+        size = 0
+        for parameter in reversed(self._parameters):
+            if size >= self.bucket_mb * 2**20:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(parameter)
+            size += parameter.numel() * parameter.element_size()
+        return buckets
+
+    def _spans(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Where each parameter's gradient is in the flat one."""
+        spans, begin = {}, 0
+        for parameter in self._parameters:
+            spans[parameter] = begin, begin + parameter.numel()
+            begin += parameter.numel()
+        return spans
+
+    # one step
+
+    def clear(self) -> None:
+        """All at once."""
+        self._flat.zero_()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Nothing is complete yet."""
+        self._listening = False
+        try:
+            yield
+        finally:
+            self._listening = True
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._listening:
+            number = self._bucket_of[id(parameter)]
+            self._arrived[number] += 1
+            if self._arrived[number] == len(self._buckets[number]):
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        tell("bucketed", *self._buckets[number])
+        tell("sent", *self._buckets[number])
+        self._sent.add(number)
+        self._reducer.ready(number)
+
+    def step(self) -> Told:
+        """What the backward pass has not sent, then the rest of the reduction, then the update."""
+        for number in range(len(self._buckets)):
+            if number not in self._sent:  # without overlap, or with a parameter that this batch did not use
+                self._send(number)
+        watch = Stopwatch()
+        with watch:
+            self._reducer.finish()
+        tell("reduced", *self._parameters)
+        self._forget_round()
+        self.optimizer.step()
+        if self.sharded_update:
+            tell("applied", *self._parameters)  # the optimizer knows only parts of them
+            with watch:
+                self._reducer.publish()
+        return {"wait": watch.seconds}
+
+    def _forget_round(self) -> None:
+        self._arrived: Counter[int] = Counter()
+        self._sent: set[int] = set()
+
+    def end(self) -> None:
+        """The model is an ordinary one again."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters:
+            parameter.grad = None
+            if self.sharded_update:
+                parameter.data = parameter.data.clone()
+        super().end()
+
+    # the sharded update
+
+    def _share_weights(self, spans: dict[nn.Parameter, tuple[int, int]]) -> torch.Tensor:
+        """One tensor that holds all weights, of which each parameter is a view."""
+        weights = self._reducer.common(len(self._flat), self._flat.dtype)
+        for parameter, (begin, end) in spans.items():
+            weights[begin:end].copy_(parameter.detach().view(-1))  # the same numbers from every rank
+            parameter.data = weights[begin:end].view_as(parameter)
+        self.wire.barrier()
+        return weights
+
+    def _shard_optimizer(self, weights: torch.Tensor, spans: dict[nn.Parameter, tuple[int, int]]) -> None:
+        """Give the optimizer, in place of whole parameters, the stretches of them that are this rank's."""
+        kind = type(self.optimizer).__name__
+        if kind in _WHOLE:
+            raise ValueError(f"{kind} looks at a whole layer at a time: use it without sharded_update")
+        parts = [self._reducer.part(number) for number in range(len(self._buckets))]
+        starts = [part.storage_offset() - self._flat.storage_offset() for part in parts]
+        mine = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
+
+        def stretches(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+            for begin, end in mine:
+                begin, end = max(begin, spans[parameter][0]), min(end, spans[parameter][1])
+                if begin < end:
+                    stretch = weights[begin:end]
+                    stretch.grad = self._flat[begin:end]
+                    yield stretch
+
+        for group in self.optimizer.param_groups:
+            whole = [parameter for parameter in group["params"] if parameter in spans]
+            group["params"] = [stretch for parameter in whole for stretch in stretches(parameter)]
+
+    def state(self) -> dict[str, Any]:
+        """With the sharded update each rank has a part of the optimizer's state."""
+        return {"optimizer": self.optimizer.state_dict()} if self.sharded_update else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Its own part."""
+        if self.sharded_update:
+            self.optimizer.load_state_dict(state["optimizer"])
