@@ -1,0 +1,63 @@
+"""A small process beside the ranks: it keeps the store in which they find each other, and it outlives the launcher.
+
+The store is on a port that only this machine can reach; one in rank 0 would listen on all interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from dlab.launching.logs import Journal
+
+LOOPBACK = "127.0.0.1"
+
+
+def start_keeper(listening: socket.socket, journal: Journal) -> subprocess.Popen[bytes]:
+    """Start the keeper; it takes over the very socket, so that nobody can take the port in between."""
+    number, port = listening.fileno(), listening.getsockname()[1]
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(number), str(port), str(journal.path or "")],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=[number],
+        cwd=Path(__file__).resolve().parents[2],  # Python looks for modules here first: not among the user's
+        start_new_session=True,  # Ctrl-C is for the launcher
+    )
+
+
+def keep(listening: int, port: int, journal: Journal) -> None:
+    """What the keeper does, until it is killed or the launcher is gone."""
+    threading.Thread(target=outlive, args=(journal,), daemon=True).start()  # at once: torch takes its time
+
+    from torch.distributed import TCPStore
+
+    # It serves as long as somebody holds it.
+    _store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    threading.Event().wait()
+
+
+def outlive(journal: Journal) -> None:
+    """Hear from the launcher who starts (+pid) and ends (-pid); when it falls silent, kill who is left."""
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line.startswith("+"):
+            groups.add(int(line))
+        else:
+            groups.discard(-int(line))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(OSError):  # the folder may be gone
+        journal.write("the launcher was killed: all ended")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    keep(int(sys.argv[1]), int(sys.argv[2]), Journal(Path(sys.argv[3]).parent if sys.argv[3] else None))

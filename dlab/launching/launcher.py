@@ -1,0 +1,220 @@
+"""One loop that waits for everything at once: what the ranks print, who ends, and the signals that come to us."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import select
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+from dlab.launching.keeper import LOOPBACK, start_keeper
+from dlab.launching.logs import Journal, open_logs
+from dlab.launching.rank import Rank, describe_end, rank_environment
+
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
+
+
+class Outcome(NamedTuple):
+    """How it ended: the exit code for the shell, and a sentence that says why, where one is needed."""
+
+    code: int
+    sentence: str
+
+
+def python_command(script: str | None, module: str | None, arguments: Sequence[str]) -> list[str]:
+    """The command of every rank, as in `python_command("train.py", None, ["--lr", "0.1"])`."""
+    if module is not None:
+        package = module.split(".")[0]  # only this: to look inside it would import it
+        if not (importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
+            raise ValueError(f"there is no module {module}")
+        return [sys.executable, "-m", module, *arguments]
+    if script is None or not Path(script).is_file():
+        raise ValueError(f"there is no script {script}")
+    return [sys.executable, script, *arguments]
+
+
+def launch(command: Sequence[str], n: int, logs: Path | None = None) -> Outcome:
+    """Run a command n times as the ranks of one group, until all have ended or one has failed.
+
+    Each rank has its number and the meeting point in the environment, as `init_process_group("gloo")` reads them.
+    What it prints comes line by line as `[rank] …`; with `logs`, also into `worker_<rank>.log`, and what happened
+    when into `scheduler.log`. What a rank has started ends with it. Only the main thread can call this.
+    """
+    if n < 1:
+        raise ValueError(f"{n} ranks cannot be started: it takes at least one")
+    files = open_logs(logs, n) if logs else [None] * n
+    with signals_as_bytes() as signals, contextlib.closing(Launcher(Journal(logs), signals)) as launcher:
+        return launcher.run(command, files)
+
+
+@contextlib.contextmanager
+def signals_as_bytes() -> Iterator[socket.socket]:
+    """Ctrl-C, `kill` and a closed terminal become bytes to read: they wake the loop and interrupt nothing else."""
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup was meant
+    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
+    former = signal.set_wakeup_fd(writing.fileno())
+    try:
+        with reading, writing:
+            yield reading
+    finally:
+        signal.set_wakeup_fd(former)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class Launcher:
+    """Starts the ranks, shows what they print, and sees to it that all end together."""
+
+    def __init__(self, journal: Journal, signals: socket.socket) -> None:
+        self._journal, self._signals = journal, signals
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._living: list[Rank] = []
+        self._done: list[int] = []  # the ranks that ended well
+        self._outcome: Outcome | None = None  # as soon as something is wrong
+        self._deadline: float | None = None  # for those that were asked to end
+        self._selector = selectors.EpollSelector()  # tells of events in the order in which they happened
+        self._watched: list[int] = []
+        self._terminal, self._deaf = sys.stdout.fileno(), False
+        dull = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+        self._prefix = "[{0}] " if dull or not os.isatty(self._terminal) else "\x1b[3{1}m[{0}]\x1b[0m "
+
+    def run(self, command: Sequence[str], logs: Sequence[Path | None]) -> Outcome:
+        """Start one rank for each of the logs, and wait for the end of all."""
+        start = time.monotonic()
+        self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
+        with socket.create_server((LOOPBACK, 0), backlog=4096) as listening:
+            port = listening.getsockname()[1]
+            self._keeper = start_keeper(listening, self._journal)
+        self._watch(self._keeper, self._on_keeper_end)
+        store = f"the store on {LOOPBACK}:{port} has pid {self._keeper.pid}"
+        self._journal.write(f"{len(logs)} ranks in {os.getcwd()}: the launcher has pid {os.getpid()}, {store}")
+        for number, log in enumerate(logs):
+            rank = Rank(number, command, rank_environment(number, len(logs), port), log)
+            self._living.append(rank)
+            self._tell_keeper(f"+{rank.process.pid}")
+            self._watch(rank.process, partial(self._on_end, rank))
+            self._selector.register(rank.file, selectors.EVENT_READ, partial(self._on_output, rank))
+            self._journal.write(f"rank {number} started with pid {rank.process.pid}: {shlex.join(command)}")
+        while self._living:
+            self._wait()
+        outcome = self._outcome or Outcome(0, "")
+        self._journal.write(f"all ended after {time.monotonic() - start:.2f} s, exit code {outcome.code}")
+        return outcome
+
+    def close(self) -> None:
+        """Kill whatever is left."""
+        for rank in self._living:
+            rank.signal(signal.SIGKILL)
+        for rank in self._living:
+            rank.process.wait()
+            rank.close()
+        if self._keeper:
+            self._keeper.kill()
+            self._keeper.communicate()
+        for file in self._watched:
+            os.close(file)
+        self._selector.close()
+
+    def _watch(self, process: subprocess.Popen[bytes], react: Callable[[int], None]) -> None:
+        file = os.pidfd_open(process.pid)
+        self._watched.append(file)
+        self._selector.register(file, selectors.EVENT_READ, partial(react, file))
+
+    def _tell_keeper(self, text: str) -> None:
+        assert self._keeper is not None and self._keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # we shall hear of its end
+            self._keeper.stdin.write(f"{text}\n".encode())
+
+    def _wait(self) -> None:
+        patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for key, _ in self._selector.select(patience):
+            key.data()
+        if self._living and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._deadline = None
+            self._journal.write(f"SIGKILL to {name_ranks([rank.rank for rank in self._living])}: did not end by itself")
+            for rank in self._living:
+                rank.signal(signal.SIGKILL)
+
+    def _on_output(self, rank: Rank) -> None:
+        if rank in self._living:  # its end may have been the event before
+            lines, goes_on = rank.read()
+            self._show(rank, lines)
+            if not goes_on:
+                self._selector.unregister(rank.file)
+
+    def _on_end(self, rank: Rank, file: int) -> None:
+        self._selector.unregister(file)
+        rank.signal(signal.SIGKILL)  # what it has started and left behind
+        self._tell_keeper(f"-{rank.process.pid}")
+        how = describe_end(code := rank.process.wait())
+        self._living.remove(rank)
+        self._show(rank, rank.read()[0] + rank.flush())
+        with contextlib.suppress(KeyError):  # it had closed its output already
+            self._selector.unregister(rank.file)
+        rank.close()
+        self._journal.write(f"rank {rank.rank} ended {how}")
+        if code == 0:
+            self._done.append(rank.rank)
+        elif self._outcome is None:
+            before = f" ({name_ranks(self._done)} had ended before with exit code 0)" if self._done else ""
+            where = f"its output is in {rank.log}" if rank.log else f"its output is above, behind [{rank.rank}]"
+            reason = f"rank {rank.rank} ended {how}{before}"
+            self._stop(Outcome(code if code > 0 else 128 - code, f"{reason}; {where}"), reason)
+
+    def _on_keeper_end(self, file: int) -> None:
+        self._selector.unregister(file)
+        assert self._keeper is not None
+        reason = f"the process in which the ranks find each other ended {describe_end(self._keeper.wait())}"
+        if self._outcome is None:
+            self._stop(Outcome(1, reason), reason)
+
+    def _on_signal(self) -> None:
+        for number in self._signals.recv(64):
+            if self._outcome is not None:
+                self._deadline = time.monotonic()  # asked again: no more patience
+            else:
+                name = signal.Signals(number).name
+                sentence = "" if number == signal.SIGINT else f"{name} ended all ranks"  # Ctrl-C needs no words
+                self._stop(Outcome(128 + number, sentence), f"{name} came")
+
+    def _stop(self, outcome: Outcome, reason: str) -> None:
+        self._outcome, self._deadline = outcome, time.monotonic() + GRACE_SECONDS
+        self._journal.write(f"SIGTERM to all: {reason}")
+        for rank in self._living:
+            rank.signal(signal.SIGTERM)
+
+    def _show(self, rank: Rank, lines: list[str]) -> None:
+        prefix = self._prefix.format(rank.rank, 1 + rank.rank % 6)
+        data = "".join(f"{prefix}{line}\n" for line in lines).encode(errors="replace")
+        while data and not self._deaf:
+            _, writable, _ = select.select([self._signals], [self._terminal], [], 1.0 if self._outcome else None)
+            if not writable:
+                self._deaf = self._outcome is not None  # somebody wants the end, and nobody reads
+                return
+            try:
+                data = data[os.write(self._terminal, data[: select.PIPE_BUF]) :]
+            except BrokenPipeError:
+                if self._outcome is None:
+                    self._stop(Outcome(128 + signal.SIGPIPE, ""), "nobody reads the output any more")
+                return
+
+
+def name_ranks(numbers: Sequence[int]) -> str:
+    """As people say it: rank 2, or ranks 0, 1 and 3."""
+    *first, last = map(str, sorted(numbers))
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -1,0 +1,37 @@
+"""What stays of a launch: `worker_<rank>.log` with what each rank printed, `scheduler.log` with what happened when."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+
+def open_logs(folder: Path, n: int) -> list[Path | None]:
+    """Make the folder and n empty files; those of an earlier run go, for they would be taken for ours."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: the logs need a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            if re.fullmatch(r"scheduler\.log|worker_\d+\.log", file.name):
+                file.unlink()
+        files: list[Path | None] = []
+        for file in (folder / f"worker_{rank}.log" for rank in range(n)):
+            file.touch()
+            files.append(file)
+        return files
+    except OSError as error:
+        raise OSError(f"the logs cannot be written into {folder} ({error.strerror})") from None
+
+
+class Journal:
+    """`scheduler.log`: what happened, each line with its time; without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = folder.resolve() / "scheduler.log" if folder else None
+
+    def write(self, text: str) -> None:
+        if self.path:
+            with self.path.open("a") as file:  # anew each time: the keeper writes here too
+                file.write(f"{datetime.now().isoformat(' ', 'milliseconds')}  {text}\n")
