@@ -1,4 +1,4 @@
-"""The `dlab` command: `dlab lab` opens the notebooks, `dlab demo` and `dlab data` work without a browser.
+"""The `dlab` command: `dlab lab` opens the notebooks, the other commands need no browser.
 
 Nothing heavy is imported before a command needs it, so that `dlab --help` answers at once.
 The notebook that it opens is `notebooks/00_tour.ipynb`.
@@ -26,20 +26,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(make_parser().parse_args(argv))
     command = arguments.pop("command")
     try:
-        command(**arguments)
+        return command(**arguments) or 0
     except KeyboardInterrupt:
         return 130  # what shells expect of a program that ended by Ctrl-C
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"dlab: {str(error) or type(error).__name__}", file=sys.stderr)
         return 1
-    return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The grammar of the command line: one sub-command each for `lab`, `demo` and `data`."""
+    """The grammar of the command line: a sub-command each for `lab`, `demo`, `train`, `run` and `data`."""
     parser = argparse.ArgumentParser(prog="dlab", description="Learn distributed deep learning by running it.")
     parser.add_argument("--version", action="version", version=f"dlab {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
 
     lab = commands.add_parser("lab", help=f"open JupyterLab on notebooks/{FIRST_NOTEBOOK}")
     lab.add_argument("--port", type=port_number, help="the port to serve on (default: the first free one from 8888 on)")
@@ -52,11 +51,56 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=positive, help="how many steps each of them makes")
     demo.set_defaults(command=run_demo)
 
+    train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
+    train.add_argument("--strategy", default="sync", help="sync (default), allreduce, sharded, averaging, async or ddp")
+    train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), mlp or two_layer")
+    train.add_argument("--workers", type=positive, default=4, help="how many (default: 4); a launcher says it itself")
+    train.add_argument("--epochs", type=positive, default=1, help="how often through the data (default: 1)")
+    train.add_argument("--batch-size", type=positive, default=128, help="of all workers together (default: 128)")
+    train.add_argument("--lr", type=float, default=0.05, help="the learning rate (default: 0.05)")
+    train.add_argument("--momentum", type=float, default=0.9, help="of SGD (default: 0.9)")
+    train.add_argument("--order", default="shards", choices=["shards", "global"], help="how the data is dealt")
+    train.add_argument("--seed", type=int, default=1234, help="of weights and data (default: 1234)")
+    train.add_argument("--accumulate", type=positive, default=1, help="compute each batch in so many pieces")
+    train.add_argument("--amp", action="store_true", help="autocast to bfloat16")
+    train.add_argument("--elastic", action="store_true", help="go on when a worker dies")
+    train.add_argument("--checkpoint", type=Path, metavar="DIR", help="save to this folder")
+    train.add_argument("--every", type=positive, metavar="STEPS", help="save so often (default: after each epoch)")
+    train.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    train.set_defaults(command=run_training)
+
+    run = commands.add_parser(
+        "run",
+        help="start a script of torch.distributed in several processes",
+        usage="dlab run (SCRIPT | -m MODULE) -n N [--logs DIR] [-- ARGUMENT ...]",
+        epilog="What follows -- is for the script.",
+    )
+    what = run.add_mutually_exclusive_group(required=True)
+    what.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python file, run as each of the ranks")
+    what.add_argument("-m", dest="module", metavar="MODULE", help="the same for a module, as in python -m")
+    run.add_argument("-n", type=positive, required=True, metavar="N", help="how many ranks")
+    run.add_argument(
+        "--logs", type=Path, metavar="DIR", help="write scheduler.log and worker_<rank>.log into this folder"
+    )
+    run.set_defaults(command=run_script, arguments=[])
+
     data = commands.add_parser("data", help="say which data sets are here, or fetch them")
     data.add_argument("--download", action="store_true", help="fetch from the usual mirrors what is not here")
     data.add_argument("--to", type=Path, metavar="DIR", help="with --download: the folder to put it in")
     data.set_defaults(command=run_data)
     return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command; where a command has `arguments`, they are what follows `--`, as it stands there."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.get_default("arguments") is None or "--" not in args:
+            return super().parse_known_args(args, namespace)
+        end = args.index("--")
+        namespace, unknown = super().parse_known_args(args[:end], namespace)
+        namespace.arguments = args[end + 1 :]
+        return namespace, unknown
 
 
 # ------------------------------------------------------------------------------------------------ lab
@@ -164,7 +208,7 @@ def announce(url: str) -> None:
     print(f"dlab: {url}\ndlab: Ctrl-C ends it", flush=True)
 
 
-# ------------------------------------------------------------------------------------- demo and data
+# -------------------------------------------------------------------------------- demo, run and data
 
 
 def run_demo(workers: int | None, steps: int | None) -> None:
@@ -173,6 +217,23 @@ def run_demo(workers: int | None, steps: int | None) -> None:
 
     given = {"workers": workers, "steps": steps}
     demo.main(**{name: value for name, value in given.items() if value is not None})
+
+
+def run_training(**options: Any) -> None:
+    """Train in the terminal."""
+    from dlab.training.progress import train_in_terminal
+
+    train_in_terminal(**options)
+
+
+def run_script(script: str | None, module: str | None, n: int, logs: Path | None, arguments: list[str]) -> int:
+    """Run a script as n ranks; gives 0, or the exit code of the rank that failed, after one sentence about it."""
+    from dlab.launching.launcher import launch, python_command
+
+    outcome = launch(python_command(script, module, arguments), n, logs)
+    if outcome.sentence:
+        print(f"dlab: {outcome.sentence}", file=sys.stderr)
+    return outcome.code
 
 
 def run_data(download: bool, to: Path | None) -> None:

@@ -19,8 +19,8 @@ from dlab.models import SimpleCNN
 from dlab.processes.cluster import Cluster
 from dlab.processes.errors import WorkerError
 from dlab.processes.inside import device, knob, log, rank, world_size
-from dlab.processes.run import Run
 from dlab.reduction import average_gradients
+from dlab.training.progress import show_progress
 
 Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
 
@@ -100,7 +100,7 @@ def main(workers: int = 4, steps: int = 200) -> None:
         console.print(f"they are there (processes {pids}); each trains SimpleCNN on its own shard of MNIST")
         start = time.monotonic()
         run = cluster.start(train, average_gradients, steps)
-        _show_progress(run, steps, console)
+        show_progress(run, steps, console)
         models = run.wait()
     seconds = time.monotonic() - start
     same = all(
@@ -110,18 +110,3 @@ def main(workers: int = 4, steps: int = 200) -> None:
     )
     console.print(f"{steps} steps in {seconds:.1f} s; test accuracy {accuracy(models[0]):.1%}")
     console.print(f"all {workers} models are equal to the last bit: {same}")
-
-
-def _show_progress(run: Run, steps: int, console: object) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:  # type: ignore[arg-type]
-        lines = [progress.add_task(f"rank {rank}", total=steps, loss=float("nan")) for rank in range(run.ranks)]
-        done = False
-        while not done:
-            time.sleep(0.1)
-            done = run.done
-            latest = {event.rank: event.data for event in run.events if event.kind == "log"}
-            for number, data in latest.items():
-                progress.update(lines[number], completed=data["step"] + 1, loss=data["loss"])

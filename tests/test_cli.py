@@ -32,7 +32,7 @@ def dlab_command(*arguments: str, **options) -> subprocess.CompletedProcess:
 def test_help_names_every_command():
     answer = dlab_command("--help")
     assert answer.returncode == 0
-    for command in ("lab", "demo", "data"):
+    for command in ("lab", "demo", "train", "run", "data"):
         assert re.search(rf"^    {command} +\w", answer.stdout, re.MULTILINE), answer.stdout
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dlab.data.dealing import Dealer
+from dlab.data.dealing import Course, Dealer
 
 orders = pytest.mark.parametrize("order", ["shards", "global"])
 
@@ -73,3 +73,40 @@ def test_a_rank_keeps_its_shard():
 def test_an_unknown_order_gets_a_sentence():
     with pytest.raises(ValueError, match="no order 'random': use 'shards'"):
         Dealer(range(4), 2, 2, "random")
+
+
+def _walk(course, epochs, changes, ranks):
+    """All samples that are seen, by epoch, where `changes` are (epoch, step, ranks) on the way."""
+    seen = []
+    for epoch in range(epochs):
+        step, seen_now = 0, []
+        while step < course.steps(epoch):
+            if changes and changes[0][:2] == (epoch, step):
+                ranks = changes[0][2]
+                course.redeal(*changes.pop(0))
+            dealt = [course.positions(epoch, step, rank).tolist() for rank in range(ranks)]
+            total = sum(len(part) for part in dealt)
+            for rank, part in enumerate(dealt):
+                assert course.weight(epoch, step, rank) == pytest.approx(len(part) * ranks / total)
+            seen_now += chain(*dealt)
+            step += 1
+        seen.append(seen_now)
+    return seen
+
+
+@orders
+@pytest.mark.parametrize("changes", [[], [(0, 2, 3)], [(1, 0, 2)], [(0, 1, 3), (0, 3, 2), (1, 4, 1)], [(0, 5, 5)]])
+def test_every_sample_once_an_epoch_also_when_the_number_of_ranks_changes(order, changes):
+    course = Course(range(47), 4, 8, order)
+    for seen in _walk(course, 3, list(changes), 4):
+        assert sorted(seen) == list(range(47))
+    again = Course(range(47), 4, 8, order, history=course.history)
+    assert again.history == course.history == changes
+    last = changes[-1][2] if changes else 4
+    for rank in range(last):
+        assert torch.equal(again.positions(2, 1, rank), course.positions(2, 1, rank))
+
+
+def test_a_changed_number_of_ranks_does_not_change_global_batches():
+    course, plain = Course(range(47), 4, 8, "global"), Course(range(47), 1, 8, "global")
+    assert _walk(course, 2, [(0, 2, 3)], 4) == _walk(plain, 2, [], 1)

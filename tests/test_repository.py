@@ -100,7 +100,9 @@ LAYERS = (
     {"collectives", "rehearsal", "cost"},  # algorithms
     {"backend"},  # the algorithms as torch.distributed knows them
     {"processes"},  # workers
-    {"strategies", "kvstore", "sharding", "pipeline", "reduction", "exercises"},  # the lessons
+    {"launching"},  # workers of any script, in processes of their own
+    {"reduction"},  # the fastest all-reduce for where the workers are
+    {"strategies", "kvstore", "sharding", "pipeline", "exercises"},  # the lessons
     {"training"},  # puts the parts together
     {"demo"},  # use it
     {"bench"},
@@ -387,7 +389,7 @@ def test_the_readme_begins_with_the_two_commands():
 
 def test_the_readme_names_every_command():
     calls = (TOP / "README.md").read_text()
-    assert {words[0] for words in commands_in(calls, "dlab")} >= {"lab", "demo", "data"}
+    assert {words[0] for words in commands_in(calls, "dlab")} >= {"lab", "demo", "train", "run", "data"}
     assert {words[0] for words in commands_in(calls, "make")} >= {"lab", "test", "bench", "check"}
 
 

@@ -96,3 +96,66 @@ class _Row:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._index[self._batches.order(epoch)]
         return self._order
+
+
+class Course:
+    """The way of a training through its data, over all epochs, also when the number of ranks changes in between.
+
+    `redeal` deals what nobody has had yet in the running epoch to other ranks, and everything anew from the next on.
+    `history` tells it all: a course that is given the same history goes on in the same way.
+    """
+
+    def __init__(
+        self,
+        data: Samples,
+        ranks: int,
+        batch_size: int,
+        order: str = "shards",
+        seed: int = 1234,
+        history: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        self.data, self._how = data, (batch_size, order, seed)
+        self.history: list[tuple[int, int, int]] = []  # epoch, step, and for how many ranks from there on
+        self._whole = Dealer(data, ranks, *self._how)
+        self._rest: tuple[int, int, Dealer, Tensor] | None = None  # epoch, first step, dealer, what it deals
+        for epoch, step, number in history:
+            self.redeal(epoch, step, number)
+
+    def redeal(self, epoch: int, step: int, ranks: int) -> None:
+        """From this step on there are so many ranks."""
+        self.history.append((epoch, step, ranks))
+        batch_size, order, seed = self._how
+        dealer, first, index = self._at(epoch)
+        left = index[dealer.rest(epoch, step - first)] if index is not None else dealer.rest(epoch, step - first)
+        self._whole = Dealer(self.data, ranks, batch_size, order, seed)
+        if order == "global" or not len(left):  # each global batch is cut anew, whoever is there
+            return
+        dealer = Dealer(range(len(left)), min(ranks, len(left)), batch_size, order, seed)
+        self._rest = epoch, step, dealer, left
+
+    def _at(self, epoch: int) -> tuple[Dealer, int, Tensor | None]:
+        """Who deals in this epoch, from which step on, and which samples; None for all."""
+        if self._rest is not None and self._rest[0] == epoch:
+            _, first, dealer, index = self._rest
+            return dealer, first, index
+        return self._whole, 0, None
+
+    def steps(self, epoch: int) -> int:
+        """How many there are in this epoch."""
+        dealer, first, _ = self._at(epoch)
+        return first + dealer.steps
+
+    def positions(self, epoch: int, step: int, rank: int) -> Tensor:
+        """Which samples this rank has at this step; perhaps none."""
+        dealer, first, index = self._at(epoch)
+        if rank >= dealer.ranks:  # fewer samples were left than there are ranks
+            return torch.empty(0, dtype=torch.long)
+        found = dealer.positions(epoch, step - first, rank)
+        return found if index is None else index[found]
+
+    def weight(self, epoch: int, step: int, rank: int) -> float:
+        """See `Dealer.weight`."""
+        dealer, first, _ = self._at(epoch)
+        if rank >= dealer.ranks:
+            return 0.0
+        return dealer.weight(step - first, rank) * self._whole.ranks / dealer.ranks

@@ -74,7 +74,10 @@ class Cluster:
             raise
 
     def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
-        """The same in the background: gives a `Run` at once."""
+        """The same in the background: gives a `Run` at once.
+
+        A function with an attribute `survives` that is true goes on without ranks that have died, which give None.
+        """
         run = self._new_run(fn)
         try:
             self._launch(run, fn, args, kwargs)
@@ -86,7 +89,8 @@ class Cluster:
     def _new_run(self, fn: Callable[..., Any]) -> Run:
         if not callable(fn):
             raise TypeError(f"cluster.run and cluster.start take a function first, not {fn!r}: write run(fn, …)")
-        return Run(self, next(_numbers), getattr(fn, "__name__", type(fn).__name__))
+        name, survives = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "survives", False)
+        return Run(self, next(_numbers), name, survives)
 
     def _launch(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:

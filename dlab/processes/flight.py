@@ -60,7 +60,7 @@ class Flight:
 
     def signals(self, now: float) -> list[int]:
         """What to send to those who are still busy: nothing, an interruption, or, after a grace period, the end."""
-        if self.stop_at is None and (self.reports or self.deaths):
+        if self.stop_at is None and (self.reports or (self.deaths and not self.run.survives)):
             only_gossip = not self.deaths and all(report.connection for report in self.reports.values())
             self.stop_at = now + (GOSSIP if only_gossip else TOGETHER)
         if self.stop_at is not None and self.deaths:
@@ -83,6 +83,8 @@ class Flight:
     def verdict(self) -> errors.WorkerError | None:
         """Who was it? Not those who were interrupted, nor, if anyone else did, those who lost a connection."""
         deaths = {rank: death for rank, death in self.deaths.items() if not self._by_us(*death)}
+        if self.run.survives and self.returned:
+            deaths = {}  # those who are left went on without them
         real = {rank: report for rank, report in self.reports.items() if report.kind != "Stopped"}
         direct = {rank: report for rank, report in real.items() if not report.connection}
         if direct and (not deaths or min(r.time for r in direct.values()) < min(when for when, _ in deaths.values())):

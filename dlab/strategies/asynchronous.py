@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from heapq import merge
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +32,10 @@ class VirtualClock:
             raise ValueError(f"speeds={speeds!r}, jitter={jitter!r}: a step takes more than no time")
         self.seed, self.speeds, self.jitter = seed, tuple(speeds), jitter
 
-    def ends(self, rank: int) -> Iterator[tuple[float, int]]:
-        """(time, rank) of the end of each of its steps."""
+    def ends(self, rank: int, turn: int = 0) -> Iterator[tuple[float, int]]:
+        """(time, rank) of the end of each of its steps; the clock begins a new turn after a checkpoint."""
         speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
-        dice, now = random.Random(f"{self.seed} {rank}"), 0.0
+        dice, now = random.Random(f"{self.seed} {rank} {turn}"), 0.0
         while True:
             now += speed * (1 + self.jitter * dice.random())
             yield now, rank
@@ -77,11 +78,15 @@ class AsyncSGD(Strategy):
         self._updates = [0] * wire.size  # made here, by whose gradient
         self._seen = list(self._updates)  # those that were in the weights of the gradient under way
         self._told: list[int] = []
-        if self.clock is not None:
-            self._now, self._mine = 0.0, self.clock.ends(wire.rank)
-            self._ends = merge(*(self.clock.ends(other) for other in self._outbox.others))
-            self._next = next(self._ends, _NEVER)
+        self._start_clock(0)
         return model
+
+    def _start_clock(self, turn: int) -> None:
+        self._turn = turn
+        if self.clock is not None:
+            self._now, self._mine = 0.0, self.clock.ends(self.wire.rank, turn)
+            self._ends = merge(*(self.clock.ends(other, turn) for other in self._outbox.others))
+            self._next = next(self._ends, _NEVER)
 
     # one step
 
@@ -153,8 +158,8 @@ class AsyncSGD(Strategy):
 
     # the end
 
-    def end(self) -> None:
-        """Apply all that is still to come, then average the models of those who are there."""
+    def settle(self) -> None:
+        """Apply all that is still to come. All ranks have made the same updates then, each in an order of its own."""
         self._post(NO_MORE)
         if self.clock is not None:
             self._wait_for_due(_NEVER[0])
@@ -163,6 +168,30 @@ class AsyncSGD(Strategy):
                 self._outbox.pause(self._writing)
                 if not self._take_in():  # what the dead have posted is read first
                     self._writing -= self._outbox.gone
+        self._writing = set(self._outbox.others) - self._outbox.gone
+        self._start_clock(self._turn + 1)
+
+    def state(self) -> dict[str, Any]:
+        """This rank's own model and optimizer."""
+        parameters = torch.cat([each.detach().view(-1).cpu() for each in self._parameters])
+        optimizer = self.optimizer.state_dict()
+        return {"parameters": parameters, "optimizer": optimizer, "updates": self._updates, "turn": self._turn}
+
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """As it was; among another number of ranks one may have another's model."""
+        state = states[self.wire.rank % len(states)]
+        sizes = [each.numel() for each in self._parameters]
+        with torch.no_grad():
+            for parameter, part in zip(self._parameters, state["parameters"].split(sizes), strict=True):
+                parameter.copy_(part.view_as(parameter))
+        self.optimizer.load_state_dict(state["optimizer"])
+        if len(states) == self.wire.size:
+            self._updates = list(state["updates"])
+        self._start_clock(state["turn"])
+
+    def end(self) -> None:
+        """Settle, then average the models of those who are there."""
+        self.settle()
         own = torch.cat([each.detach().view(-1).to("cpu", self._flat.dtype) for each in self._content()])
         self._letter[: len(own)] = own
         self._post(MODEL)

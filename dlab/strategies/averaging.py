@@ -92,9 +92,11 @@ class ModelAveraging(Strategy):
         own = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
         return own | {"steps": self._steps, "common": self._common, "outer": outer}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """As it was."""
-        self._fill(state["parameters"])
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """As it was; among another number of ranks all begin with the mean of the models."""
+        state = states[self.wire.rank % len(states)]
+        same = len(states) == self.wire.size
+        self._fill(state["parameters"] if same else torch.stack([each["parameters"] for each in states]).mean(0))
         self.optimizer.load_state_dict(state["optimizer"])
         self._steps = state["steps"]
         with torch.no_grad():

@@ -28,7 +28,12 @@ class Strategy:
     so that a plain mean over ranks is the mean over all samples of the global batch.
     """
 
-    survives: ClassVar[bool] = False  # may go on when a rank has died, without being told
+    survives: ClassVar[bool] = False  # goes on by itself when a rank has died
+
+    @property
+    def elastic(self) -> bool:
+        """Can ranks that are left begin it anew? Only if each of them holds all of the weights and the optimizer."""
+        return False
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
         """Make all models equal to rank 0's, and give the module to call."""
@@ -52,12 +57,15 @@ class Strategy:
         """After the last step, all ranks hold one model: that of rank 0, with its buffers."""
         spread_all(self.model.buffers(), self.wire)
 
+    def settle(self) -> None:
+        """Bring to an end whatever is under way between ranks, before a checkpoint. Every rank must call it."""
+
     def state(self) -> dict[str, Any]:
-        """What this rank needs to go on and the others' model and optimizer do not tell; for a checkpoint."""
+        """What this rank needs to go on and the common model and optimizer do not tell; for a checkpoint."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """The opposite."""
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """The opposite, from the states of all ranks, which may have been more or fewer than now."""
 
     def __repr__(self) -> str:
         given = {name: value for name, value in vars(self).items() if name in _arguments(type(self))}

@@ -37,6 +37,11 @@ class AllReduceSGD(Strategy):
             raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in megabytes, larger than 0")
         self.bucket_mb, self.overlap, self.sharded_update = bucket_mb, overlap, sharded_update
 
+    @property
+    def elastic(self) -> bool:
+        """Unless the optimizer's state is in parts."""
+        return not self.sharded_update
+
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
         """Lay out the gradients, and with `sharded_update` the weights; listen to the backward pass."""
         super().begin(model, optimizer, wire)
@@ -153,13 +158,16 @@ class AllReduceSGD(Strategy):
         if kind in _WHOLE:
             raise ValueError(f"{kind} looks at a whole layer at a time: use it without sharded_update")
         parts = [self._reducer.part(number) for number in range(len(self._buckets))]
-        starts = [part.storage_offset() - self._flat.storage_offset() for part in parts]
+        starts = [int(part.storage_offset() - self._flat.storage_offset()) for part in parts]
         mine = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
+
+        self._stretches: list[tuple[int, int]] = []  # in the order in which the optimizer numbers them
 
         def stretches(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
             for begin, end in mine:
                 begin, end = max(begin, spans[parameter][0]), min(end, spans[parameter][1])
                 if begin < end:
+                    self._stretches.append((begin, end))
                     stretch = weights[begin:end]
                     stretch.grad = self._flat[begin:end]
                     yield stretch
@@ -169,10 +177,33 @@ class AllReduceSGD(Strategy):
             group["params"] = [stretch for parameter in whole for stretch in stretches(parameter)]
 
     def state(self) -> dict[str, Any]:
-        """With the sharded update each rank has a part of the optimizer's state."""
-        return {"optimizer": self.optimizer.state_dict()} if self.sharded_update else {}
+        """With the sharded update each rank has a part of the optimizer's state, of these stretches of the weights."""
+        return {"optimizer": self.optimizer.state_dict(), "spans": self._stretches} if self.sharded_update else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Its own part."""
-        if self.sharded_update:
-            self.optimizer.load_state_dict(state["optimizer"])
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """This rank's part, put together from the parts of all, who may have been more or fewer."""
+        if not self.sharded_update:
+            return
+        groups = self.optimizer.state_dict()["param_groups"]
+        mine: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._stretches))}
+        for state in states:
+            for number, (begin, end) in enumerate(state["spans"]):
+                for name, value in state["optimizer"]["state"].get(number, {}).items():
+                    self._put(mine, name, value, begin, end)
+        hyper = [
+            {**theirs, "params": own["params"]}
+            for theirs, own in zip(states[0]["optimizer"]["param_groups"], groups, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": {n: each for n, each in mine.items() if each}, "param_groups": hyper})
+
+    def _put(self, mine: dict[int, dict[str, Any]], name: str, value: Any, begin: int, end: int) -> None:
+        """Copy what is known of weights begin to end into the state of those of my stretches that they meet."""
+        for number, (first, last) in enumerate(self._stretches):
+            low, high = max(begin, first), min(end, last)
+            if low >= high:
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a number of steps, the same for all
+                mine[number][name] = value
+            else:
+                whole = mine[number].setdefault(name, torch.empty(last - first, dtype=value.dtype))
+                whole[low - first : high - first] = value[low - begin : high - begin]

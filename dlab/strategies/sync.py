@@ -26,6 +26,11 @@ class SyncSGD(Strategy):
             raise TypeError(f"SyncSGD takes a function allreduce(tensor, transport), not {allreduce!r}")
         self.allreduce = allreduce
 
+    @property
+    def elastic(self) -> bool:
+        """Every rank holds all."""
+        return True
+
     def step(self) -> Told:
         """Average, then update."""
         for parameter in self.model.parameters():

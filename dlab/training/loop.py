@@ -9,158 +9,94 @@ import copy
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from dlab.data import mnist
-from dlab.data.batches import Samples, take
-from dlab.data.dealing import Dealer
-from dlab.processes.inside import device, knob, log, transport
+from dlab.collectives import all_gather
+from dlab.data.batches import take
+from dlab.data.dealing import Course
+from dlab.processes.inside import knob
 from dlab.processes.watching import watch
-from dlab.strategies import Strategy, SyncSGD
-from dlab.training.evaluation import Evaluation, evaluate
+from dlab.training.checkpoints import Checkpoint, open_checkpoint, save_checkpoint
+from dlab.training.elastic import meet_again, newest, stand_together
+from dlab.training.evaluation import evaluate
+from dlab.training.plan import Share, Training
 from dlab.transports import Transport
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 _making = threading.Lock()  # ranks of a rehearsal are threads with one source of random numbers
 
 
-@dataclass
-class Share:
-    """What one rank brings home."""
-
-    losses: list[float]  # of each step, the mean over its own samples
-    counts: list[int]  # and how many they were
-    digest: str  # of the weights: equal where all bits are
-    weights: dict[str, torch.Tensor] | None  # rank 0's
-    evaluation: Evaluation | None
-
-
-@dataclass(kw_only=True)
-class Training:
-    """A training that can be run: call it in every worker of a cluster, or with a wire in a rehearsal.
-
-    `dlab.train` starts one; `dlab.race({"sync": dlab.Training(…), …})` lets several compete. See `dlab.train` for
-    what the fields mean.
-
-    >>> dlab.rehearse(dlab.Training(model=dlab.MLP, data=digits, strategy=dlab.SyncSGD()), ranks=2)
-    """
-
-    model: Callable[[], nn.Module]
-    data: Samples | str = "mnist"
-    strategy: Strategy = field(default_factory=SyncSGD)
-    epochs: int = 1
-    batch_size: int = 128
-    lr: float = 0.01
-    momentum: float = 0.5
-    loss: Loss = F.cross_entropy
-    optimizer: MakeOptimizer | None = None
-    order: str = "shards"
-    seed: int = 1234
-    test: Samples | str | bool | None = None
-    accumulate: int = 1
-    amp: bool = False
-    watch: int | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.model, nn.Module) or not callable(self.model):
-            raise TypeError(
-                f"model is {type(self.model).__name__!r}: give a function or class that makes the network, as in "
-                "train(dlab.SimpleCNN, …), so that every worker can make its own"
-            )
-        if not isinstance(self.strategy, Strategy):
-            raise TypeError(f"strategy is {self.strategy!r}: give a strategy, such as dlab.SyncSGD()")
-        for name in ("epochs", "batch_size", "accumulate"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
-        if isinstance(self.data, str) and self.data != "mnist":
-            raise ValueError(f"there is no data set {self.data!r}: use 'mnist', or give a Dataset")
-        if isinstance(self.test, str) and self.test != "mnist":
-            raise ValueError(f"there is no data set {self.test!r}: use 'mnist', or give a Dataset")
-
-    def __call__(self, wire: Transport | None = None) -> Share:
-        """What a rank does. Without a wire: over the one of this worker, and telling the notebook."""
-        if wire is None:
-            return _Rank(self, transport(), device(), log).run()
-        return _Rank(self, wire, torch.device("cpu"), _say_nothing).run()
-
-    def load(self) -> Samples:
-        """The data to train on."""
-        return mnist(train=True) if isinstance(self.data, str) else self.data
-
-    def load_test(self) -> Samples | None:
-        """The data to test on: MNIST's own for MNIST, unless told otherwise."""
-        if self.test is None or self.test is True:
-            return mnist(train=False) if isinstance(self.data, str) else None
-        if isinstance(self.test, str):
-            return mnist(train=False)
-        return self.test or None
-
-    def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The one asked for, or SGD."""
-        if self.optimizer is not None:
-            return self.optimizer(parameters)
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum)
-
-
-def _say_nothing(**_: Any) -> None:
-    """There is nobody to tell in a rehearsal."""
-
-
-class _Rank:
+class Trainee:
     """One rank at work."""
 
     def __init__(self, plan: Training, wire: Transport, device: torch.device, tell: Callable[..., None]) -> None:
         self.plan, self.wire, self.device, self.tell = plan, wire, device, tell
         self.data = plan.load()
-        self.dealer = Dealer(self.data, wire.size, plan.batch_size, plan.order, plan.seed)
-        with _making:
-            torch.manual_seed(plan.seed)
-            self.model = plan.model().to(device)
-        torch.manual_seed(plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
-        self.optimizer = plan.make_optimizer(self.model.parameters())
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.strategy = copy.deepcopy(plan.strategy)
-        self.module = self.strategy.begin(self.model, self.optimizer, wire)
-        if plan.watch:
-            watch(self.model, plan.watch)
-        self.steps = 0
+        self.course = Course(self.data, wire.size, plan.batch_size, plan.order, plan.seed)
+        self.first_ranks = wire.size
+        self.epoch = self.step = self.steps = 0  # the next step: in its epoch, and of all
         self.losses: list[float] = []
         self.counts: list[int] = []
+        # of all who began, and which of them I am
+        self.family = (stand_together(wire), wire.rank) if plan.elastic else None
+        self.join(wire)
+        if plan.resume is not None:
+            self.resume(open_checkpoint(plan.resume))
+
+    def join(self, wire: Transport) -> None:
+        """Make a model, and begin the strategy over this wire."""
+        self.wire = wire
+        if self.plan.elastic:
+            stand_together(wire)
+        with _making:
+            torch.manual_seed(self.plan.seed)
+            self.model = self.plan.model().to(self.device)
+        torch.manual_seed(self.plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
+        self.optimizer = self.plan.make_optimizer(self.model.parameters())
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.strategy = copy.deepcopy(self.plan.strategy)
+        self.module = self.strategy.begin(self.model, self.optimizer, wire)
+        if self.plan.watch:
+            watch(self.model, self.plan.watch)
 
     def run(self) -> Share:
-        for epoch in range(self.plan.epochs):
-            for step in range(self.dealer.steps):
-                self.learn(epoch, step)
+        """To the end."""
+        while self.epoch < self.plan.epochs:
+            while self.step < self.course.steps(self.epoch):
+                try:
+                    self.learn()
+                except ConnectionError:
+                    if not self.plan.elastic:
+                        raise
+                    self.go_on_without_the_dead()
+                    continue
+                if self.plan.checkpoint is not None and self.plan.every and self.steps % self.plan.every == 0:
+                    self.save()
+            self.epoch, self.step = self.epoch + 1, 0
+            if self.plan.checkpoint is not None and not self.plan.every:
+                self.save()
         self.strategy.end()
         return self.share()
 
-    def learn(self, epoch: int, step: int) -> None:
+    def learn(self) -> None:
         """One step, and what there is to tell of it."""
         started = time.perf_counter()
         self.turn_knobs()
-        inputs, labels, count = self.batch(epoch, step)
+        inputs, labels, count = self.batch(self.epoch, self.step)
         self.strategy.clear()
-        loss = self.backward(inputs, labels, self.dealer.weight(step, self.wire.rank))
+        loss = self.backward(inputs, labels, self.course.weight(self.epoch, self.step, self.wire.rank))
         told = self.strategy.step()
         self.losses.append(loss)
         self.counts.append(count)
         compute = time.perf_counter() - started - told["wait"]
-        self.tell(step=self.steps, epoch=epoch, loss=loss, samples=count, compute=compute, **told)
-        self.steps += 1
+        self.tell(step=self.steps, epoch=self.epoch, loss=loss, samples=count, compute=compute, **told)
+        self.step, self.steps = self.step + 1, self.steps + 1
 
     def batch(self, epoch: int, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """This rank's samples. One that has none left brings somebody's, which then weigh nothing."""
-        positions = self.dealer.positions(epoch, step, self.wire.rank)
+        positions = self.course.positions(epoch, step, self.wire.rank)
         inputs, labels = take(self.data, positions if len(positions) else [0, 0])
         return inputs.to(self.device), labels.to(self.device), len(positions)
 
@@ -184,6 +120,79 @@ class _Rank:
         rate = knob("lr", self.rates[0])
         for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = own * (rate / self.rates[0]) if self.rates[0] else rate
+
+    def save(self) -> None:
+        """A checkpoint, by all ranks together."""
+        assert self.plan.checkpoint is not None
+        self.strategy.settle()
+        losses, counts = (self._gather(each) for each in (self.losses, self.counts))
+        total = counts.sum(0)
+        common = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "strategy": type(self.strategy).__name__,
+            "place": [self.epoch, self.step, self.steps],
+            "history": [list(change) for change in self.course.history],
+            "ranks": self.first_ranks,
+            "losses": (losses.nan_to_num() * counts).sum(0).div(total).tolist(),
+            "counts": total.long().tolist(),
+        }
+        own = {
+            "buffers": dict(self.model.named_buffers()),
+            "random": torch.get_rng_state(),
+            "strategy": self.strategy.state(),
+        }
+        save_checkpoint(self.plan.checkpoint, self.steps, self.wire, common, own)
+
+    def _gather(self, numbers: list[float] | list[int]) -> torch.Tensor:
+        """Of all ranks, a row each."""
+        return torch.stack(all_gather(torch.tensor(numbers, dtype=torch.float64), self.wire))
+
+    def resume(self, saved: Checkpoint) -> None:
+        """Go on where it was saved; with another number of ranks, what is left of the epoch is dealt anew."""
+        common, here = saved.common(), type(self.strategy).__name__
+        if common["strategy"] != here:
+            raise ValueError(f"{saved.folder} was saved by {common['strategy']}: resume it with that, not with {here}")
+        self.model.load_state_dict(common["model"])
+        self.epoch, self.step, self.steps = common["place"]
+        if self.wire.rank == 0:
+            self.losses, self.counts = common["losses"], common["counts"]
+        else:
+            self.losses, self.counts = [0.0] * self.steps, [0] * self.steps
+        history = [tuple(change) for change in common["history"]]
+        plan, self.first_ranks = self.plan, common["ranks"]
+        self.course = Course(self.data, self.first_ranks, plan.batch_size, plan.order, plan.seed, history)
+        states = [saved.own(rank) for rank in range(saved.ranks)]
+        self.strategy.restore([state["strategy"] for state in states])
+        if not states[0]["strategy"].get("optimizer"):  # the same on all ranks
+            self.optimizer.load_state_dict(common["optimizer"])
+        if saved.ranks == self.wire.size:
+            own = states[self.wire.rank]
+            torch.set_rng_state(own["random"])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(own["buffers"][name])
+        else:
+            self.course.redeal(self.epoch, self.step, self.wire.size)
+
+    def go_on_without_the_dead(self) -> None:
+        """From the weights of the last step that anybody has finished; what is left of the epoch is dealt anew."""
+        assert self.family is not None
+        wire, alive = meet_again(*self.family)
+        mine = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "place": [self.epoch, self.step, self.steps],
+        }
+        state = newest(mine, self.steps, wire)
+        self.join(wire)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.step, self.steps = state["place"]
+        missed = self.steps - len(self.losses)  # a step that others have finished and I have not
+        self.losses, self.counts = self.losses + [0.0] * missed, self.counts + [0] * missed
+        self.course.redeal(self.epoch, self.step, wire.size)
+        if wire.rank == 0:
+            print(f"a rank has died: ranks {', '.join(map(str, alive))} go on from step {self.steps}")
 
     def share(self) -> Share:
         """The results, of which some are for one rank to bring."""

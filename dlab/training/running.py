@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from dlab.processes.cluster import Cluster, cluster
 from dlab.processes.run import Run
 from dlab.strategies import Strategy, SyncSGD
 from dlab.training.evaluation import Evaluation
-from dlab.training.loop import Loss, MakeOptimizer, Share, Training
+from dlab.training.plan import Loss, MakeOptimizer, Share, Training
 
 
 @dataclass
@@ -55,6 +56,10 @@ def train(
     accumulate: int = 1,
     amp: bool = False,
     watch: int | None = None,
+    checkpoint: str | Path | None = None,
+    every: int | None = None,
+    resume: str | Path | None = None,
+    elastic: bool = False,
     on: Cluster | None = None,
 ) -> Run:
     """Train in real worker processes; gives a `Run` at once, whose `wait()` gives a `Result`.
@@ -68,7 +73,9 @@ def train(
     with `lr` and `momentum`. `order`: "shards" gives every worker a shard of its own, "global" cuts each global batch,
     so that the number of workers does not change the result. `test`: a Dataset to test on; MNIST's own for "mnist",
     unless False. `accumulate`: compute each worker's batch in so many pieces. `amp`: autocast to bfloat16. `watch`:
-    stream gradient norms every so many steps. `on`: a cluster of your own, in place of the kernel's shared one.
+    stream gradient norms every so many steps. `checkpoint`: a folder to save to, `every` so many steps, or after each
+    epoch; `resume`: such a folder, to go on from its newest, also with another number of workers. `elastic`: when a
+    worker dies, the others go on from the same weights. `on`: a cluster of your own, not the kernel's shared one.
 
     While it trains, `run.set("lr", 0.01)` turns the learning rate.
     """
@@ -88,6 +95,10 @@ def train(
         accumulate=accumulate,
         amp=amp,
         watch=watch,
+        checkpoint=None if checkpoint is None else Path(checkpoint).absolute(),
+        every=every,
+        elastic=elastic,
+        resume=None if resume is None else Path(resume).absolute(),
     )
     return (on or cluster(workers)).start(training).then(partial(collect, training))
 
@@ -104,5 +115,6 @@ def collect(training: Training, shares: list[Share | None]) -> Result | None:
     losses = []
     for step in range(len(bringer.losses)):
         counts = [share.counts[step] for share in there]
-        losses.append(sum(share.losses[step] * n for share, n in zip(there, counts, strict=True)) / sum(counts))
+        total = sum(share.losses[step] * n for share, n in zip(there, counts, strict=True))
+        losses.append(total / sum(counts) if any(counts) else float("nan"))  # if only the dead knew it
     return Result(model, losses, bringer.evaluation, len({share.digest for share in there}) == 1)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dlab.transports.patience import Peers
+
 Parcel = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
 
 
@@ -23,6 +25,7 @@ class Transport(ABC):
 
     rank: int
     size: int
+    peers: Peers | None = None  # who is at the other ends, where that is known
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Send a tensor's content to a rank."""

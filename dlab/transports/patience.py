@@ -20,13 +20,24 @@ class Peers:
         self._pids[rank] = os.getpid()
         self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
         self.closed = False
+        self.together = False  # does the death of any rank end the wait for any other?
+
+    def alive(self) -> list[int]:
+        """The ranks whose processes live."""
+        return [rank for rank in range(len(self._pids)) if not self._is_dead(rank)]
 
     def trouble(self, rank: int) -> str | None:
         """Why a rank will never answer; None if it still may."""
         if self.closed:
             return "when the group was closed"
+        if self._is_dead(rank):
+            return f"whose process {self._pids[rank]} has ended"
+        dead = [other for other in range(len(self._pids)) if self.together and self._is_dead(other)]
+        return f"which has no use any more: the process of rank {dead[0]} has ended" if dead else None
+
+    def _is_dead(self, rank: int) -> bool:
         pid = self._pids[rank]
-        return f"whose process {pid} has ended" if pid and _has_ended(pid) else None
+        return bool(pid) and _has_ended(pid)
 
 
 def _has_ended(pid: int) -> bool:

@@ -18,7 +18,7 @@ class Recorder(Transport):
     """
 
     def __init__(self, transport: Transport, emit: Callable[[str, dict[str, Any]], object]) -> None:
-        self.rank, self.size = transport.rank, transport.size
+        self.rank, self.size, self.peers = transport.rank, transport.size, transport.peers
         self._transport, self._emit = transport, emit
         self._phase, self._step = "", 0
 

@@ -64,6 +64,8 @@ class Ring:
 class SharedTransport(Transport):
     """One rank's rings to and from all others. A message costs two copies and no system call, unless one must wait."""
 
+    peers: Peers
+
     def __init__(self, memory: memoryview, rank: int, size: int, timeout: float = 600.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.peers = Peers(memory[: 8 * size].cast("Q"), rank)

@@ -1,0 +1,105 @@
+"""A training step: AllReduceSGD against PyTorch's DDP on gloo, in the same loop and workers; and its telemetry.
+
+Global batch 128, float32, on MNIST; every strategy in turn, some steps at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from statistics import median
+from typing import Any
+
+import torch
+
+import dlab
+from dlab.bench.measure import Moments, alternate, span
+from dlab.bench.rows import AtMost, Row, faster, row
+from dlab.processes.cluster import Cluster
+from dlab.processes.inside import device, log, transport
+from dlab.strategies import DDP, AllReduceSGD, Strategy
+from dlab.training.loop import Trainee
+from dlab.training.plan import Training
+
+RANKS = (2, 4)
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "MLP": (dlab.MLP, 60),
+    "SimpleCNN": (dlab.SimpleCNN, 30),
+}
+STRATEGIES: dict[str, Strategy] = {
+    "DDP": DDP(),
+    "AllReduceSGD": AllReduceSGD(),
+    "with the sharded update": AllReduceSGD(sharded_update=True),
+}
+TARGETS = {
+    ("AllReduceSGD", "MLP"): (1.8, 2.2),
+    ("AllReduceSGD", "SimpleCNN"): (1.03, 1.1),
+    ("with the sharded update", "MLP"): (2.2, 3.0),
+    ("with the sharded update", "SimpleCNN"): (1.05, 1.2),
+}
+ROUNDS, WARM_UP = 8, 5
+
+
+def against_ddp(ranks: int, model: str, strategy: str, name: str, quick: bool) -> Row:
+    """How many times faster a step is."""
+    times = measured(ranks, model, quick)
+    target = TARGETS[strategy, model][RANKS.index(ranks)]
+    return faster(name, times[strategy], times["DDP"], target, "ms", f"batch {128 // ranks} on each of {ranks} ranks")
+
+
+@cache
+def measured(ranks: int, model: str, quick: bool) -> dict[str, list[float]]:
+    """Milliseconds per step of every strategy; a number for each round."""
+    make, steps = MODELS[model]
+    plans = [Training(model=make, strategy=strategy, lr=0.01) for strategy in STRATEGIES.values()]
+    with Cluster(ranks) as cluster:
+        turns = [partial(milliseconds, cluster, plan, 5 if quick else steps) for plan in plans]
+        return dict(zip(STRATEGIES, alternate(*turns, rounds=1 if quick else ROUNDS), strict=True))
+
+
+def milliseconds(cluster: Cluster, plan: Training, steps: int, telling: bool = True) -> float:
+    """Of a step, from the first rank's begin to the last rank's end."""
+    moments: list[Moments] = cluster.run(take_steps, plan, steps, telling)
+    return 1e3 * span(moments) / steps
+
+
+def take_steps(plan: Training, steps: int, telling: bool) -> Moments:
+    """Train a little. Runs in a worker."""
+    from time import perf_counter
+
+    rank = Trainee(plan, transport(), device(), log if telling else _keep_silent)
+    for _ in range(WARM_UP):
+        rank.learn()
+    rank.wire.barrier()
+    begin = perf_counter()
+    for _ in range(steps):
+        rank.learn()
+    return begin, perf_counter()
+
+
+def _keep_silent(**_: Any) -> None:
+    """Nothing is told."""
+
+
+@row("a step that tells everything, against one that tells nothing")
+def telemetry(name: str, quick: bool) -> Row:
+    """Loss, samples, compute and wait times in every step, gradient norms and paths in every tenth."""
+    ranks, steps, rounds = 4, 20 if quick else 100, 1 if quick else 10
+    loud, silent = (Training(model=dlab.MLP, strategy=AllReduceSGD(), lr=0.01, watch=watch) for watch in (10, None))
+    with Cluster(ranks) as cluster:
+        telling, keeping = alternate(
+            lambda: milliseconds(cluster, loud, steps),
+            lambda: milliseconds(cluster, silent, steps, telling=False),
+            rounds=rounds,
+        )
+    ours, theirs = median(telling), median(keeping)
+    note = f"{rounds} rounds of {steps} steps of the MLP on {ranks} ranks"
+    return Row(name, ours, theirs, ours / theirs, AtMost(1.02), "ms", note)
+
+
+for _ranks in RANKS:
+    for _strategy, _model in TARGETS:
+        _name = (
+            f"a step of {_model}, {_ranks} ranks, AllReduceSGD{'' if _strategy == 'AllReduceSGD' else ' ' + _strategy}"
+        )
+        row(f"{_name}, against DDP")(partial(against_ddp, _ranks, _model, _strategy))

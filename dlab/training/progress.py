@@ -1,0 +1,108 @@
+"""A training in a terminal: a progress line per rank, and what came out in the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlab import models, strategies
+from dlab.processes.cluster import Cluster
+from dlab.processes.inside import rank, world_size
+from dlab.processes.run import Run
+from dlab.training.plan import Share, Training
+from dlab.training.running import collect
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "simple_cnn": models.SimpleCNN,
+    "mlp": models.MLP,
+    "two_layer": models.TwoLayer,
+}
+STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
+    "sync": strategies.SyncSGD,
+    "allreduce": strategies.AllReduceSGD,
+    "sharded": lambda: strategies.AllReduceSGD(sharded_update=True),
+    "averaging": strategies.ModelAveraging,
+    "async": strategies.AsyncSGD,
+    "ddp": strategies.DDP,
+}
+_SECONDS = 2.0  # between two lines under a launcher
+
+
+def train_in_terminal(model: str, strategy: str, workers: int, **options: Any) -> None:
+    """`dlab train`: in a cluster of its own, or as one rank if a launcher such as torchrun has started this process."""
+    for name, known in ((model, MODELS), (strategy, STRATEGIES)):
+        if name not in known:
+            raise ValueError(f"there is no {name!r} here: use {', '.join(known)}")
+    training = Training(model=MODELS[model], strategy=STRATEGIES[strategy](), **options)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _train_as_rank(training)
+    else:
+        _train_in_cluster(training, workers)
+
+
+def _train_in_cluster(training: Training, workers: int) -> None:
+    from rich.console import Console
+
+    console, begun = Console(), time.monotonic()
+    console.print(f"starting {workers} worker processes …")
+    with Cluster(workers) as cluster:
+        run = cluster.start(training)
+        steps = training.epochs * (-(-len(training.load()) // training.batch_size))
+        show_progress(run, steps, console)
+        console.print(_tell(training, run.wait(), time.monotonic() - begun), highlight=False)
+
+
+def _train_as_rank(training: Training) -> None:
+    """Every rank trains; the first one tells."""
+    begun, told = time.monotonic(), 0.0
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+    def tell(**data: Any) -> None:
+        nonlocal told
+        if rank() == 0 and time.monotonic() - told > _SECONDS:
+            told = time.monotonic()
+            print(f"step {data['step']}, epoch {data['epoch']}: loss {data['loss']:.3f}", flush=True)
+
+    try:
+        share = training(tell=tell)
+        shares: list[Share | None] = [None] * world_size()
+        dist.gather_object(share, shares if rank() == 0 else None)
+        if rank() == 0:
+            print(_tell(training, shares, time.monotonic() - begun), flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tell(training: Training, shares: list[Share | None], seconds: float) -> str:
+    result = collect(training, shares)
+    if result is None:
+        return "stopped before the end"
+    accuracy = f"; test accuracy {result.accuracy:.2%}" if result.accuracy is not None else ""
+    same = "equal to the last bit" if result.identical else "NOT equal"
+    return (
+        f"{training.strategy} on {len(shares)} ranks: {len(result.losses)} steps in {seconds:.1f} s, "
+        f"last loss {result.losses[-1]:.4f}{accuracy}; the models of all ranks are {same}"
+    )
+
+
+def show_progress(run: Run, steps: int, console: object) -> None:
+    """A line for each rank, until the run is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:  # type: ignore[arg-type]
+        lines = [progress.add_task(f"rank {rank}", total=steps, loss=float("nan")) for rank in range(run.ranks)]
+        done = False
+        while not done:
+            time.sleep(0.1)
+            done = run.done
+            latest = {event.rank: event.data for event in run.events if event.kind == "log"}
+            for number, data in latest.items():
+                progress.update(lines[number], completed=data["step"] + 1, loss=data["loss"])
