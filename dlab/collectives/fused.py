@@ -39,6 +39,7 @@ class Table:
         self.rank, self.size, self.timeout = wire.rank, wire.size, timeout
         self._lines = memory[: 8 * _LINE * self.size].cast("Q")
         self.peers = Peers(memory[8 * _LINE * self.size :][: 8 * self.size].cast("Q"), self.rank)
+        self.peers.together = wire.peers is not None and wire.peers.together
         self._mine, self._others = self.rank * _LINE, [r * _LINE for r in range(self.size) if r != self.rank]
         self._count = 0
         self._plan: Plan = ()
