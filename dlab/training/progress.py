@@ -54,7 +54,7 @@ def _train_in_cluster(training: Training, workers: int) -> None:
         run = cluster.start(training)
         steps = training.epochs * (-(-len(training.load()) // training.batch_size))
         show_progress(run, steps, console)
-        console.print(_tell(training, run.wait(), time.monotonic() - begun), highlight=False)
+        console.print(_tell(training, run.wait(), time.monotonic() - begun), highlight=False, soft_wrap=True)
 
 
 def _train_as_rank(training: Training) -> None:

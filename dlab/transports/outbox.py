@@ -177,7 +177,7 @@ class MailedOutbox(Outbox):
             try:
                 dist.recv(letter, source, tag=_TAG)
                 last = bool(letter[-1])
-            except RuntimeError:  # it has ended, or the process group has
+            except (RuntimeError, ValueError):  # it has ended, or the process group has
                 last = True
             with self._changed:
                 if last:

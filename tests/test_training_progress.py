@@ -1,0 +1,94 @@
+"""`dlab train`: in a cluster of its own, under torchrun, under `dlab run`, and across two hosts: one result."""
+
+import re
+import subprocess
+import sys
+
+import netns
+import pytest
+import torch
+
+from dlab.training.checkpoints import open_checkpoint
+
+FEW = ["--model", "two_layer", "--batch-size", "1200", "--lr", "0.1"]  # 50 steps
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def command(folder, strategy="sync", *more):
+    return ["-m", "dlab", "train", "--strategy", strategy, *FEW, "--checkpoint", str(folder), *more]
+
+
+def weights(folder):
+    saved = open_checkpoint(folder)
+    assert (saved.steps, saved.ranks) == (50, 2)
+    return saved.common()["model"]
+
+
+def assert_equal(one, other):
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """What a cluster of two workers comes to."""
+    folder = tmp_path_factory.mktemp("cluster")
+    answer = run(sys.executable, *command(folder), "--workers", "2")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"SyncSGD.* on 2 ranks: 50 steps in [\d.]+ s, last loss 0\.\d+; test accuracy 9\d", answer.stdout)
+    assert "equal to the last bit" in answer.stdout.replace("\n", " ")
+    return weights(folder)
+
+
+@pytest.mark.slow
+def test_under_torchrun(truth, tmp_path):
+    answer = run(*TORCHRUN, "--nproc-per-node", "2", *command(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "SyncSGD(allreduce=ring_allreduce) on 2 ranks: 50 steps" in answer.stdout
+    assert_equal(weights(tmp_path), truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["sharded", "async", "ddp"])
+def test_every_strategy_under_dlab_run(tmp_path, strategy):
+    answer = run(sys.executable, "-m", "dlab", "run", "-m", "dlab", "-n", "2", "--", *command(tmp_path, strategy)[2:])
+    assert answer.returncode == 0, answer.stderr
+    assert "on 2 ranks: 50 steps" in answer.stdout
+    assert "equal to the last bit" in answer.stdout
+    weights(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(netns.why_not() is not None, reason=f"no two hosts here: {netns.why_not()}")
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_across_two_hosts_it_is_the_same(truth, tmp_path, strategy):
+    with netns.TwoHosts() as hosts:
+        node = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts.addresses[0]}"]
+        commands = [[*node, f"--node-rank={host}", *command(tmp_path, strategy)] for host in range(2)]
+        # threads as in the cluster: they decide in which order a matrix product adds up
+        environment = {"GLOO_SOCKET_IFNAME": hosts.interface, "OMP_NUM_THREADS": "1"}
+        answers = hosts.run(*commands, seconds=120, environment=environment)
+    assert [answer.code for answer in answers] == [0, 0], answers
+    assert "on 2 ranks: 50 steps" in answers[0].output
+    assert "equal to the last bit" in answers[0].output
+    found = weights(tmp_path)
+    if strategy == "sync":  # the same sums in the same order
+        assert_equal(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "magic"], "there is no 'magic' here: use sync, allreduce"),
+        (["--model", "gpt"], "there is no 'gpt' here: use simple_cnn"),
+        (["--resume", "nowhere"], "no checkpoint in nowhere"),
+    ],
+)
+def test_bad_input_gets_a_sentence(arguments, words):
+    answer = run(sys.executable, "-m", "dlab", "train", *arguments)
+    assert answer.returncode == 1
+    assert words in answer.stderr
+    assert "Traceback" not in answer.stderr
