@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, islice
 from math import hypot
 from typing import Any
 
@@ -85,42 +84,36 @@ def tell(stage: str, *parameters: torch.Tensor) -> None:
 
 
 class _Watch:
-    """Held by the hooks of each layer's largest parameter, and gone with them."""
+    """Held by the hooks of all parameters, and gone with them."""
 
     def __init__(self, layers: dict[str, list[torch.nn.Parameter]], every: int) -> None:
-        # references that do not hold: the collector finds no way around a circle through a tensor's hooks
-        self.layers = {layer: [weakref.ref(each) for each in of_layer] for layer, of_layer in layers.items()}
-        self.every = every
+        self.layers, self.every = list(layers), every
         self.step, self.backward = 0, -1
+        self.norms: dict[str, list[torch.Tensor]] = {}  # of a watched pass, by layer
         for layer, of_layer in layers.items():
             largest = max(of_layer, key=torch.Tensor.numel)
-            largest.register_post_accumulate_grad_hook(partial(self.on_gradient, layer))
+            for parameter in of_layer:
+                hook = partial(self.on_gradient, layer, parameter is largest)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-    def on_gradient(self, layer: str, parameter: torch.Tensor) -> None:
+    def on_gradient(self, layer: str, is_largest: bool, parameter: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if backward != self.backward:  # the first gradient of this pass: be called again when the pass is over
             self.backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
-        if self.step % self.every == 0:
-            _paths[id(parameter)] = _Path(weakref.ref(parameter), layer, self.step, reached=-1)
-            tell("computed", parameter)
+        if self.step % self.every == 0 and parameter.grad is not None:
+            # now: when the pass is over it may have been reduced already
+            self.norms.setdefault(layer, []).append(torch.linalg.vector_norm(parameter.grad))
+            if is_largest:
+                _paths[id(parameter)] = _Path(weakref.ref(parameter), layer, self.step, reached=-1)
+                tell("computed", parameter)
 
     def after_backward(self) -> None:
         if self.step % self.every == 0:
-            gradients = {layer: _gradients(of_layer) for layer, of_layer in self.layers.items()}
-            together = list(chain(*gradients.values()))
-            sizes = iter(torch._foreach_norm(together) if together else ())
-            norms = {
-                layer: hypot(*(size.item() for size in islice(sizes, len(own)))) for layer, own in gradients.items()
-            }
+            norms = {layer: hypot(*(norm.item() for norm in self.norms.get(layer, ()))) for layer in self.layers}
             emit("gradients", {"step": self.step, "norms": norms})
+            self.norms.clear()
         self.step += 1
-
-
-def _gradients(parameters: list[weakref.ref[torch.nn.Parameter]]) -> list[torch.Tensor]:
-    """Those that there are: a parameter that the loss does not depend on has none."""
-    there = (reference() for reference in parameters)
-    return [each.grad for each in there if each is not None and each.grad is not None]
 
 
 @cache

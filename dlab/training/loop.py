@@ -54,12 +54,12 @@ class Trainee:
             torch.manual_seed(self.plan.seed)
             self.model = self.plan.model().to(self.device)
         torch.manual_seed(self.plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
+        if self.plan.watch:  # before the strategy, which may change a gradient as soon as it is there
+            watch(self.model, self.plan.watch)
         self.optimizer = self.plan.make_optimizer(self.model.parameters())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.strategy = copy.deepcopy(self.plan.strategy)
         self.module = self.strategy.begin(self.model, self.optimizer, wire)
-        if self.plan.watch:
-            watch(self.model, self.plan.watch)
 
     def run(self) -> Share:
         """To the end."""
