@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlab import collectives, exercises
-from dlab.exercises import check_ring
+from dlab import collectives
+from dlab.exercises import check_ring, ring
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_allreduce.ipynb"
 
@@ -287,7 +287,7 @@ def test_each_mistake_gets_its_own_sentence(wrong, sentence):
 
 
 def test_a_ring_that_relies_on_timing_fails_when_a_rank_is_slow(monkeypatch):
-    monkeypatch.setattr(exercises, "PAUSE", 0.3)
+    monkeypatch.setattr(ring, "PAUSE", 0.3)
     notes = {}
 
     def hopeful(tensor, transport):
@@ -305,7 +305,7 @@ def test_a_ring_that_relies_on_timing_fails_when_a_rank_is_slow(monkeypatch):
 
 @pytest.mark.parametrize("looping", [(0, 1, 2, 3), (2,)], ids=["all", "one"])
 def test_a_loop_that_does_not_end_is_told_and_its_threads_end(monkeypatch, looping):
-    monkeypatch.setattr(exercises, "LIMIT", 0.3)
+    monkeypatch.setattr(ring, "LIMIT", 0.3)
 
     def spin(tensor, transport):
         while transport.rank in looping:

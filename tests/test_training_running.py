@@ -132,7 +132,10 @@ def test_bad_input_gets_a_sentence_before_any_worker_starts(given, words):
     [
         ({"batch_size": 2}, "a global batch of 2 cannot be cut for 3 workers"),
         ({"order": "random"}, "no order 'random'"),
-        ({"strategy": dlab.AllReduceSGD(sharded_update=True), "optimizer": torch.optim.LBFGS}, "LBFGS looks at a whole"),
+        (
+            {"strategy": dlab.AllReduceSGD(sharded_update=True), "optimizer": torch.optim.LBFGS},
+            "LBFGS looks at a whole",
+        ),
     ],
 )
 def test_bad_input_that_only_workers_can_see(cluster, given, words):

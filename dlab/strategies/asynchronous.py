@@ -102,8 +102,8 @@ class AsyncSGD(Strategy):
     def step(self) -> Told:
         """Mine at once; then let the others have it."""
         self._letter[: len(self._flat)].copy_(self._flat)
-        self._update(self.wire.rank, self._seen)
         tell("sent", *self._parameters)
+        self._update(self.wire.rank, self._seen)
         watch = Stopwatch()
         with watch:
             self._post(GRADIENT)

@@ -37,6 +37,7 @@ class Trainee:
         self.course = Course(self.data, wire.size, plan.batch_size, plan.order, plan.seed)
         self.first_ranks = wire.size
         self.epoch = self.step = self.steps = 0  # the next step: in its epoch, and of all
+        self.started = time.perf_counter()
         self.losses: list[float] = []
         self.counts: list[int] = []
         # of all who began, and which of them I am
@@ -53,7 +54,7 @@ class Trainee:
         with _making:
             torch.manual_seed(self.plan.seed)
             self.model = self.plan.model().to(self.device)
-        torch.manual_seed(self.plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
+            torch.manual_seed(self.plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
         if self.plan.watch:  # before the strategy, which may change a gradient as soon as it is there
             watch(self.model, self.plan.watch)
         self.optimizer = self.plan.make_optimizer(self.model.parameters())
@@ -82,7 +83,6 @@ class Trainee:
 
     def learn(self) -> None:
         """One step, and what there is to tell of it."""
-        started = time.perf_counter()
         self.turn_knobs()
         inputs, labels, count = self.batch(self.epoch, self.step)
         self.strategy.clear()
@@ -90,7 +90,8 @@ class Trainee:
         told = self.strategy.step()
         self.losses.append(loss)
         self.counts.append(count)
-        compute = time.perf_counter() - started - told["wait"]
+        now = time.perf_counter()
+        compute, self.started = now - self.started - told["wait"], now  # a delay, slept in `tell`, is in the next step
         self.tell(step=self.steps, epoch=self.epoch, loss=loss, samples=count, compute=compute, **told)
         self.step, self.steps = self.step + 1, self.steps + 1
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dlab import cost
-from dlab.rehearsal import Rehearsal, rehearse
-from dlab.transports import Deadlock, Transport
+from dlab.exercises.playing import attempt, count, name_ranks
+from dlab.rehearsal import Rehearsal
+from dlab.transports import Transport
 from dlab.transports.base import Parcel
 
 Ring = Callable[[torch.Tensor, Transport], object]
@@ -36,7 +34,7 @@ def check_ring(my_ring: Ring) -> str:
     'not yet: with 4 ranks and 12 elements, every rank still holds only its own numbers: add what comes in …'
     """
     for ranks, elements, slow in CASES:
-        case = f"with {_count(ranks, 'rank')} and {_count(elements, 'element')}" + slow * f", rank {SLOW_RANK} slow"
+        case = f"with {count(ranks, 'rank')} and {count(elements, 'element')}" + slow * f", rank {SLOW_RANK} slow"
         if problem := _Trial(my_ring, ranks, elements, slow).problem():
             return f"not yet: {case}, {problem}."
     return (
@@ -67,74 +65,24 @@ class _Trial:
         self.own = [10.0**rank * torch.arange(1.0, elements + 1) for rank in range(ranks)]
         self.sum = torch.stack(self.own).sum(0)
         self.tensors = [tensor.clone() for tensor in self.own]
-        self.failed: dict[int, Exception] = {}
-        self.threads: dict[int, int] = {}  # of the ranks that have not returned
-        self.stuck: list[int] = []
 
     def problem(self) -> str | None:
         """What is wrong, in words that follow "with 4 ranks and 12 elements,"; None if nothing is."""
-        try:
-            played = self._play()
-        except Deadlock as error:
-            return _tell_deadlock(str(error))
-        if self.failed:
-            return self._tell_failure()
-        if played is None:
+        made = attempt(self._work, self.ranks, LIMIT)
+        if made.deadlock:
+            return _tell_deadlock(made.deadlock)
+        if made.failed:
+            return made.tell_failure(getattr(self.my_ring, "__name__", ""))
+        if made.rehearsal is None:
             return (
-                f"{_ranks(self.stuck)} had not returned after {LIMIT:g} s: look for a loop that does not end; "
+                f"{name_ranks(made.stuck)} had not returned after {LIMIT:g} s: look for a loop that does not end; "
                 "a ring takes 2(n-1) steps"
             )
-        return self._wrong_values(played) or self._wrong_messages(played)
+        return self._wrong_values(made.rehearsal) or self._wrong_messages(made.rehearsal)
 
-    def _play(self) -> Rehearsal | None:
-        """The rehearsal, in a thread that we need not wait for; None if it does not end."""
-        ended: list[Rehearsal] = []
-        deadlocks: list[Deadlock] = []
-
-        def work(transport: Transport) -> object:
-            rank = transport.rank
-            if self.slow and rank == SLOW_RANK:
-                transport = _Slow(transport)
-            self.threads[rank] = threading.get_ident()
-            try:
-                return self.my_ring(self.tensors[rank], transport)
-            except Deadlock:
-                raise
-            except Exception as error:
-                self.failed[rank] = error
-                raise
-            finally:
-                del self.threads[rank]
-
-        def play() -> None:
-            try:
-                ended.append(rehearse(work, self.ranks))
-            except Deadlock as error:
-                deadlocks.append(error)
-            except BaseException:
-                pass  # told by `failed`, or ended by `_interrupt`
-
-        player = threading.Thread(target=play, daemon=True)
-        player.start()
-        player.join(LIMIT)
-        if deadlocks:
-            raise deadlocks[0]
-        if player.is_alive():
-            self._interrupt()
-        return ended[0] if ended else None
-
-    def _interrupt(self) -> None:
-        """Ask the threads that still run to end; one that is not inside Python code (a long sleep) does it later."""
-        self.stuck = sorted(self.threads)
-        for thread in list(self.threads.values()):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
-
-    def _tell_failure(self) -> str:
-        rank = min(self.failed)
-        error = self.failed[rank]
-        lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.name == _name(self.my_ring)]
-        where = f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
-        return f"{_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
+    def _work(self, transport: Transport) -> object:
+        rank = transport.rank
+        return self.my_ring(self.tensors[rank], _Slow(transport) if self.slow and rank == SLOW_RANK else transport)
 
     def _wrong_values(self, returned: list[Any]) -> str | None:
         right = [torch.equal(tensor, self.sum) for tensor in self.tensors]
@@ -152,7 +100,7 @@ class _Trial:
         if done:
             missing = [rank for rank in range(self.ranks) if not right[rank]]
             return (
-                f"{_ranks(done)} {_hold(done)} the sum, but {_ranks(missing)} {_hold(missing)} something else: "
+                f"{name_ranks(done)} {_hold(done)} the sum, but {name_ranks(missing)} {_hold(missing)} something else: "
                 "every rank must take every step, and end with every chunk"
             )
         if all(torch.allclose(tensor, self.sum / self.ranks) for tensor in self.tensors):
@@ -188,7 +136,7 @@ class _Trial:
             who = "each rank" if len(set(sent)) == 1 else f"rank {most}"
             return (
                 f"the sum is right, but {who} sent {_times(sent[most], size)} the tensor; a ring sends 2(n-1)/n of it, "
-                f"{_times(formula.bytes_per_rank[most], size)} with {_count(self.ranks, 'rank')}: cut it into "
+                f"{_times(formula.bytes_per_rank[most], size)} with {count(self.ranks, 'rank')}: cut it into "
                 f"{self.ranks} chunks of one size, and send one chunk per step"
             )
         if len(played.messages) > formula.messages:
@@ -202,8 +150,8 @@ class _Trial:
         strays = [rank for rank, to in enumerate(destinations) if to - {(rank + 1) % self.ranks}]
         rank = next((rank for rank in strays if len(destinations[rank]) > 1), strays[0])
         return (
-            f"the sum and the bytes are right, but rank {rank} sent to {_ranks(sorted(destinations[rank]))}: in a ring "
-            f"every rank sends to the same neighbour in every step, and receives from the other one"
+            f"the sum and the bytes are right, but rank {rank} sent to {name_ranks(sorted(destinations[rank]))}: "
+            f"in a ring every rank sends to the same neighbour in every step, and receives from the other one"
         )
 
 
@@ -223,19 +171,5 @@ def _times(part: int, size: int) -> str:
     return f"{round(part / size, 2):g} times" if size else f"{part} bytes of"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def _hold(ranks: list[int]) -> str:
     return "holds" if len(ranks) == 1 else "hold"
-
-
-def _ranks(ranks: list[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`."""
-    words = [str(rank) for rank in ranks]
-    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
-
-
-def _name(function: Ring) -> str:
-    return getattr(function, "__name__", "")

@@ -1,0 +1,85 @@
+"""A learner's code on the threads of a rehearsal: it may fail, deadlock or never end, and all of it can be told."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlab.rehearsal import Rehearsal, rehearse
+from dlab.transports import Deadlock, Transport
+
+
+@dataclass
+class Attempt:
+    """What came of it: a rehearsal, or who failed, who waited for whom, or who had not returned in time."""
+
+    rehearsal: Rehearsal | None = None
+    failed: dict[int, Exception] = field(default_factory=dict)  # by rank
+    deadlock: str = ""  # the chain of who waits for whom
+    stuck: list[int] = field(default_factory=list)
+
+    def tell_failure(self, name: str) -> str:
+        """Who failed and how, with the line of the function of this name in which it happened."""
+        error = self.failed[min(self.failed)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == name]
+        lines = [frame.line for frame in frames if frame.filename == frames[0].filename]  # torch has names like ours
+        where = f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
+        return f"{name_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
+
+
+def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attempt:
+    """Run `work(transport)` on each rank, in a thread that need not be waited for after `limit` seconds."""
+    made, threads = Attempt(), dict[int, int]()  # threads of the ranks that have not returned
+
+    def play_rank(transport: Transport) -> Any:
+        threads[transport.rank] = threading.get_ident()
+        try:
+            return work(transport)
+        except Deadlock:
+            raise
+        except Exception as error:
+            made.failed[transport.rank] = error
+            raise
+        finally:
+            del threads[transport.rank]
+
+    def play() -> None:
+        try:
+            made.rehearsal = rehearse(play_rank, ranks)
+        except Deadlock as error:
+            made.deadlock = str(error)
+        except BaseException:
+            pass  # told by `failed`, or ended by `_interrupt`
+
+    player = threading.Thread(target=play, daemon=True)
+    player.start()
+    player.join(limit)
+    if player.is_alive():
+        made.stuck = sorted(threads)
+        _interrupt(list(threads.values()))
+    return made
+
+
+def _interrupt(threads: list[int]) -> None:
+    """Ask the threads that still run to end; one that is not inside Python code (a long sleep) does it later."""
+    for thread in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {join([str(rank) for rank in ranks])}"
+
+
+def join(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,0 +1,42 @@
+// Staleness: a row of bars per rank, the shares of its updates, and a line at their mean.
+
+views.staleness = {
+  clock: "none",
+  height: (data) => 46 + 48 * data.rows.length,
+
+  draw(paint, data) {
+    const { context } = paint;
+    const [left, right, tall] = [60, paint.width - 120, 38];
+    const bars = data.rows[0]?.shares.length ?? 1;
+    const x = (staleness) => left + ((staleness + 0.5) / (bars * data.width)) * (right - left); // the middle of its bar
+    const highest = Math.max(1e-9, ...data.rows.flatMap((row) => Array.from(row.shares)));
+    context.textBaseline = "middle";
+    data.rows.forEach((row, place) => {
+      const base = 46 + 48 * place;
+      context.fillStyle = paint.text;
+      context.textAlign = "left";
+      context.fillText(row.name, 2, base - tall / 2);
+      context.fillText(`${row.updates} updates`, right + 8, base - tall / 2 - 7);
+      context.fillText(`mean ${row.mean.toFixed(1)}`, right + 8, base - tall / 2 + 7);
+      context.fillStyle = paint.line;
+      context.fillRect(left, base, right - left, 1);
+      context.fillStyle = row.name === "all" ? paint.faint : COLOURS[0];
+      const step = (right - left) / bars;
+      row.shares.forEach((share, bar) => {
+        const height = (tall * share) / highest;
+        context.fillRect(left + step * (bar + 0.05), base - height, step * 0.9, height);
+      });
+      context.fillStyle = COLOURS[1];
+      context.fillRect(x(row.mean) - 1, base - tall, 2, tall);
+    });
+    const under = 46 + 48 * (data.rows.length - 1) + 10;
+    context.fillStyle = paint.text;
+    context.textAlign = "center";
+    for (const tick of ticks(0, bars * data.width - 1, 8)) {
+      if (Number.isInteger(tick)) context.fillText(tick, x(tick), under);
+    }
+    context.fillText("staleness: updates that the gradient's weights did not have", (left + right) / 2, under + 16);
+    context.textAlign = "left";
+    context.fillText(`tallest bar: ${Math.round(100 * highest)} %`, right + 8, under);
+  },
+};

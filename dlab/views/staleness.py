@@ -1,0 +1,147 @@
+"""Staleness: how old the weights were on which the gradients were computed. Taught in `04_async_sgd.ipynb`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from dlab.events import Event
+from dlab.views.columns import Arrivals
+from dlab.views.still import COLOURS, View
+
+_SHOWN = 12  # ranks with a row of their own
+_BINS = 40  # bars in a row, at most; a screen has no room for more
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Row(NamedTuple):
+    """The updates of one rank, or of all: how many of each staleness."""
+
+    name: str
+    counts: Counter[int]
+
+    @property
+    def updates(self) -> int:
+        return self.counts.total()
+
+    @property
+    def mean(self) -> float:
+        return sum(staleness * count for staleness, count in self.counts.items()) / self.updates
+
+    @property
+    def most(self) -> int:
+        return max(self.counts)
+
+
+class Staleness(View):
+    """How stale the gradients were that each rank has applied, from `dlab.log(staleness=[0, 2, 1])`: a row per rank.
+
+    The staleness of an update is the number of updates that were in the weights it was applied to, and not in those
+    its gradient was computed on. Rows are shares of a rank's own updates, so that those of fast and slow ranks compare.
+
+    >>> Staleness(run.events)
+    rank 0    96 updates   mean  1.4   most  5   0 █▃▂▁▁▁ 5
+    """
+
+    script, title = "staleness", "Staleness"
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.counts: dict[int, Counter[int]] = {}  # by rank: how many updates of each staleness
+        super().__init__(events)
+
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
+        """Take in more events."""
+        for rank, logged in Arrivals.of(events).logged.items():
+            if logged.staleness:
+                self.counts.setdefault(rank, Counter()).update(logged.staleness)
+
+    @property
+    def empty(self) -> bool:
+        """Has no rank told of an update?"""
+        return not self.counts
+
+    def rows(self) -> list[Row]:
+        """A row for each of the first ranks, and one for all together."""
+        rows = [Row(f"rank {rank}", counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
+        if len(self.counts) > 1:
+            rows.append(Row("all", sum(self.counts.values(), Counter())))
+        return rows
+
+    def bars(self) -> tuple[int, np.ndarray]:
+        """How many values of staleness share a bar, and the heights: a row of shares for each of `rows()`."""
+        highest = max((max(counts) for counts in self.counts.values()), default=0)
+        width = -(-(highest + 1) // _BINS)
+        shares = np.zeros((len(rows := self.rows()), highest // width + 1))
+        for heights, row in zip(shares, rows, strict=True):
+            for staleness, count in row.counts.items():
+                heights[staleness // width] += count / row.updates
+        return width, shares
+
+    def figure(self) -> Figure:
+        """A histogram per rank, below each other, on the same axis."""
+        rows, (width, shares) = self.rows(), self.bars()
+        figure = Figure(figsize=(7, 0.9 + 0.62 * max(len(rows), 2)), layout="constrained")
+        label = "staleness: updates that the gradient's weights did not have"
+        if not rows:
+            figure.add_subplot(xlabel=label, ylabel="share of the updates")
+            return figure
+        grid = figure.subplots(len(rows), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        starts = np.arange(shares.shape[1]) * width
+        for axes, row, heights in zip(grid, rows, shares, strict=True):
+            colour = "#404040" if row.name == "all" else COLOURS[0]
+            axes.bar(starts + (width - 1) / 2, heights, width=0.9 * width, color=colour)
+            axes.axvline(row.mean, color=COLOURS[1], linewidth=1.6)
+            axes.set_ylabel(row.name, rotation=0, ha="right", va="center")
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            axes.yaxis.set_major_locator(MaxNLocator(2))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.text(1.01, 0.5, f"{row.updates} updates\nmean {row.mean:.1f}", transform=axes.transAxes, va="center")
+        grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+        grid[-1].set_xlabel(label)
+        figure.suptitle("share of the updates; the line is the mean", fontsize=10)
+        return figure
+
+    def data(self) -> dict[str, Any]:
+        """The bars."""
+        width, shares = self.bars()
+        rows = [
+            {"name": row.name, "updates": row.updates, "mean": row.mean, "shares": heights.astype(np.float32)}
+            for row, heights in zip(self.rows(), shares, strict=True)
+        ]
+        return {"width": width, "rows": rows}
+
+    @property
+    def alt(self) -> str:
+        """What the picture shows."""
+        if self.empty:
+            return "Staleness: no rank has told of an update yet."
+        means = "; ".join(f"{row.name} mean {row.mean:.1f}, most {row.most}" for row in self.rows())
+        return f"How stale gradients were when they were applied, a histogram per rank: {means}."
+
+    def __str__(self) -> str:
+        if self.empty:
+            return "no rank has told of an update yet: dlab.log(staleness=[…])"
+        width, shares = self.bars()
+        last = width * shares.shape[1] - 1
+        table = [(row.name, f"{row.updates}", f"{row.mean:.1f}", f"{row.most}") for row in self.rows()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = []
+        for (name, *numbers), heights in zip(table, shares, strict=True):
+            updates, mean, most = (f"{text:>{room}}" for text, room in zip(numbers, widths[1:], strict=True))
+            lines.append(
+                f"{name:<{widths[0]}}  {updates} updates   mean {mean}   most {most}   0 {_spark(heights)} {last}"
+            )
+        if len(self.counts) > _SHOWN:
+            lines.insert(-1, f"… {len(self.counts) - _SHOWN} more ranks")
+        return "\n".join(lines)
+
+
+def _spark(shares: np.ndarray) -> str:
+    """A bar for each share; a dot for none: something, however little, is never drawn as nothing."""
+    heights = shares / shares.max() * (len(_BLOCKS) - 1)
+    return "".join(_BLOCKS[round(height)] if share else "·" for share, height in zip(shares, heights, strict=True))
