@@ -54,6 +54,7 @@ _HOME = {
     "GradientFlow": "views",
     "LossCurves": "views",
     "Messages": "views",
+    "Staleness": "views",
     "Throughput": "views",
     "Timeline": "views",
     "show_source": "views",
@@ -90,7 +91,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, SyncSGD, VirtualClock
     from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock
-    from dlab.views import GradientFlow, LossCurves, Messages, Throughput, Timeline, show_source
+    from dlab.views import GradientFlow, LossCurves, Messages, Staleness, Throughput, Timeline, show_source
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import marshal
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 
 RING_BYTES = 4 << 20  # per rank; untouched pages cost nothing
 _HEADER = 64  # head, tail and dropped, on a cache line of their own
-_SIZE = struct.Struct("<I")
+_FORMAT = 2  # of marshal: later ones look for objects that occur twice, which takes half as long again
+_OPEN, _CLOSE = marshal.dumps({}, _FORMAT)[:1], marshal.dumps({}, _FORMAT)[1:]  # the braces of a dictionary
 
 
 class Event(NamedTuple):
@@ -55,10 +55,10 @@ class EventRing:
 
     def push(self, kind: str, data: dict[str, Any]) -> bool:
         """Write one record, or count it as dropped when the reader is too far behind."""
-        record = marshal.dumps((time.time(), kind, plain(data)))
-        record = _SIZE.pack(len(record)) + record
+        moment, data = time.time(), plain(data)
         with self._turn:
             head = self._counters[0]
+            record = encode(head, moment, kind, data)
             if len(record) > self._room - (head - self._counters[1]):
                 self._counters[2] += 1
                 return False
@@ -70,25 +70,48 @@ class EventRing:
             self._counters[0] = head + len(record)
             return True
 
-    def drain(self, rank: int) -> list[Event]:
-        """Read everything that has been written so far."""
+    def take(self, rank: int) -> Records | None:
+        """Read all records that have been written so far; None if there are none."""
         head, tail = self._counters[0], self._counters[1]
         if head == tail:
-            return []
+            return None
         start, end = tail % self._room, head % self._room
         if start < end:
             block = bytes(self._bytes[start:end])
         else:
             block = bytes(self._bytes[start:]) + bytes(self._bytes[:end])
         self._counters[1] = head
-        events, position = [], 0
-        while position < len(block):
-            (size,) = _SIZE.unpack_from(block, position)
-            position += _SIZE.size
-            moment, kind, data = marshal.loads(memoryview(block)[position : position + size])
-            events.append(Event(moment, rank, kind, data))
-            position += size
-        return events
+        return Records(rank, block)
+
+    def drain(self, rank: int) -> list[Event]:
+        """The same, as events."""
+        records = self.take(rank)
+        return records.events if records else []
+
+
+def encode(place: int, moment: float, kind: str, data: dict[str, Any]) -> bytes:
+    """A record: a key, which is different in each record of a ring because of its place, and the data.
+
+    They are an entry of a dictionary, as marshal writes one. All records of a ring, one after another and in between
+    braces, are a dictionary, which is read in one go: in half the time of reading them one by one.
+    """
+    return marshal.dumps((place, moment, kind), _FORMAT) + marshal.dumps(data, _FORMAT)
+
+
+class Records(NamedTuple):
+    """What a rank has told, as it wrote it: a seventh of the memory of the events that can be made of it."""
+
+    rank: int
+    written: bytes
+
+    def read(self) -> dict[tuple[int, float, str], dict[str, Any]]:
+        """By (place, time, kind), in their order, the data; costs half a microsecond each."""
+        return marshal.loads(_OPEN + self.written + _CLOSE)
+
+    @property
+    def events(self) -> list[Event]:
+        """The same, as events; costs a microsecond each."""
+        return [Event(moment, self.rank, kind, data) for (_, moment, kind), data in self.read().items()]
 
 
 def plain(value: Any) -> Any:

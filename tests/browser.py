@@ -189,6 +189,33 @@ class Notebook:
         self.page.evaluate(change, f"JupyterLab {name}")
         self.page.locator(f"body[data-jp-theme-name='JupyterLab {name}']").wait_for(state="attached")
 
+    # --- coming and going
+
+    def save(self) -> None:
+        """File > Save Notebook."""
+        self.page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
+
+    def reload(self) -> None:
+        """Save the notebook and load the page anew; its kernel goes on."""
+        self.save()
+        self.page.reload()
+        wait_for_kernel(self.page)
+
+    @contextlib.contextmanager
+    def away(self, way: str) -> Iterator[None]:
+        """Save the notebook, close its "page" or its "tab" in JupyterLab, and open it again in the end."""
+        self.save()
+        address, path = self.page.url, self.page.evaluate("() => jupyterapp.shell.currentWidget.context.path")
+        if way == "page":
+            self.page.goto("about:blank")
+            yield
+            self.page.goto(address)
+        else:
+            self.page.evaluate("() => jupyterapp.commands.execute('application:close')")
+            yield
+            self.page.evaluate("(path) => jupyterapp.commands.execute('docmanager:open', { path })", path)
+        wait_for_kernel(self.page)
+
     # --- controls
 
     def press(self, inside: Locator | FrameLocator, name: str) -> None:
@@ -220,6 +247,13 @@ class Notebook:
         self.page.mouse.up()
 
 
+def wait_for_kernel(page: Page) -> None:
+    """Until the notebook of a page is there and its kernel has nothing to do."""
+    page.wait_for_selector("#jupyterlab-splash", state="detached")
+    kernel = "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"() => window.jupyterapp && {kernel}?.status === 'idle'", timeout=60_000)
+
+
 class Chromium:
     """A browser that notes every error."""
 
@@ -231,9 +265,7 @@ class Chromium:
         """Open a notebook with a kernel of its own, and end both; fails if the browser had an error to report."""
         with self.page(viewport={"width": 1200, "height": height}, device_scale_factor=scale) as (page, errors):
             page.goto(self._server.address(name, app))
-            page.wait_for_selector("#jupyterlab-splash", state="detached")
-            kernel = "jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel"
-            page.wait_for_function(f"() => window.jupyterapp && {kernel}?.status === 'idle'", timeout=60_000)
+            wait_for_kernel(page)
             try:
                 yield Notebook(page, errors)
             finally:

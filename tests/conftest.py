@@ -1,4 +1,4 @@
-"""What several test files share: tests for a GPU are skipped where there is none."""
+"""What several test files share: clusters and runs; tests for a GPU are skipped where there is none."""
 
 import pytest
 
@@ -12,3 +12,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def cluster(request):
+    """One for all tests of a file; as many workers as its `WORKERS` says, else two."""
+    import dlab
+
+    with dlab.Cluster(getattr(request.module, "WORKERS", 2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def started(cluster):
+    """Starts runs, and ends them with the test."""
+    import dlab
+
+    runs = []
+
+    def start(fn, *args):
+        runs.append(cluster.start(fn, *args))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.stop()
+    assert cluster.run(dlab.rank, timeout=30) == list(range(cluster.workers))
+
+
+@pytest.fixture
+def the_next_run_works(cluster):
+    """Whatever a test does to the cluster, the next line can use it."""
+    from kernels import alive
+
+    yield
+
+    def total():
+        import torch
+        import torch.distributed as dist
+
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert cluster.run(total, timeout=30) == [float(cluster.workers)] * cluster.workers
+    assert len(alive(cluster.pids)) == cluster.workers

@@ -10,7 +10,7 @@ from PIL import Image
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
-from browser import NoBrowser, Server, open_browser
+from browser import NoBrowser, Notebook, Server, open_browser, wait_for_kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -245,6 +245,72 @@ def test_four_workers_at_full_speed(small):
     assert words.count("step 24999") == 4, words
 
 
+# ----------------------------------------------------------------------------- pages that are loaded anew
+
+
+def drawn(panel):
+    """How often the losses of a panel were drawn in this page."""
+    return int(figure(panel, "curves").get_attribute("data-drawn") or 0)
+
+
+def test_a_page_that_is_loaded_anew_shows_the_panel_and_its_controls_act(small):
+    start(small)
+    small.reload()
+    panel = small.output(WORK)
+    figure(panel, "curves").and_(panel.locator("[data-drawn]")).wait_for()
+    before = drawn(panel)
+    eventually(lambda: drawn(panel) > before + 3)
+    assert states(panel) == ["running"] * 4
+    small.slider(panel, "gain").wait_for()
+    small.press(panel, "pause")
+    eventually(lambda: small.ask("run.paused") and states(panel) == ["paused"] * 4)
+    small.press(panel, "stop")
+    page = replayed(panel)
+    eventually(lambda: states(page) == ["stopped"] * 4)
+    assert panel.locator("iframe").count() == 1 and figure(panel, "curves").count() == 0
+    small.reload()  # once more, after its end
+    page = replayed(small.output(WORK))
+    eventually(lambda: states(page) == ["stopped"] * 4)
+
+
+def test_two_pages_show_the_same_run(server, chromium, small):
+    start(small)
+    small.save()
+    with chromium.page() as (page, _):
+        page.goto(server.address("small.ipynb").replace("workspaces/test", "workspaces/second"))
+        wait_for_kernel(page)
+        second = Notebook(page, []).output(WORK)
+        figure(second, "curves").and_(second.locator("[data-drawn]")).wait_for()
+        first = small.output(WORK)
+        before = drawn(first), drawn(second)
+        eventually(lambda: drawn(first) > before[0] + 3 and drawn(second) > before[1] + 3)
+        small.press(first, "stop")
+        for panel in (first, second):
+            page = replayed(panel)
+            eventually(lambda page=page: states(page) == ["stopped"] * 4)
+
+
+@pytest.mark.parametrize("way", ["page", "tab"])
+def test_who_comes_back_after_the_end_of_a_run_sees_how_it_ended(small, way):
+    start(small)
+    small.ask("threading.Timer(1.0, run.stop).start()")
+    with small.away(way):
+        time.sleep(4)
+    assert small.ask("run.done")
+    page = replayed(small.output(WORK))
+    eventually(lambda: states(page) == ["stopped"] * 4)
+
+
+def test_who_has_stayed_keeps_no_widget(small):
+    widgets = "len(__import__('ipywidgets').widgets.widget._instances)"
+    before = small.ask(widgets)
+    panel = start(small)
+    assert small.ask(widgets) > before
+    small.press(panel, "stop")
+    replayed(panel)
+    eventually(lambda: small.ask(widgets) == before)
+
+
 # ---------------------------------------------------------------------------------- the lessons, and pages
 
 
@@ -257,6 +323,8 @@ def test_the_tour_runs_from_top_to_bottom(chromium):
         for view in ("ranks", "curves", "throughput", "timeline"):
             figure(page, view).and_(page.locator("[data-drawn]")).wait_for()
         assert states(page) == ["returned"] * 4
+        widths = {view: figure(page, view).bounding_box()["width"] for view in ("ranks", "curves", "timeline")}
+        assert widths["timeline"] == widths["ranks"] > 1.9 * widths["curves"], widths
 
 
 def test_the_messages_of_a_ring_can_be_replayed_and_saved(server, chromium):

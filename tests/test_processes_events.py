@@ -7,45 +7,13 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from kernels import eventually
+from runs import logged, steps
 
 import dlab
+from dlab.views.ranks import Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def started(cluster):
-    """Starts runs, and ends them with the test."""
-    runs = []
-
-    def start(fn, *args):
-        runs.append(cluster.start(fn, *args))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.stop()
-    assert cluster.run(dlab.rank, timeout=30) == [0, 1]
-
-
-def steps():
-    """Log step after step until the knob `enough` is turned."""
-    step = 0
-    while not dlab.knob("enough"):
-        dlab.log(step=step)
-        step += 1
-        time.sleep(0.005)
-    return step
-
-
-def logged(run, rank):
-    return [event for event in run.events if event.kind == "log" and event.rank == rank]
 
 
 # ------------------------------------------------------------------------------------- knobs
@@ -179,5 +147,28 @@ def test_a_run_saves_its_events(started, tmp_path):
     run = started(lambda: [dlab.log(step=step, loss=0.5 / (step + 1)) for step in range(5)] and None)
     run.wait(30)
     run.save(tmp_path / "run.jsonl")
-    assert dlab.load_events(tmp_path / "run.jsonl") == run.events
-    assert len(run.events) == 10
+    loaded = dlab.load_events(tmp_path / "run.jsonl")
+    for rank in (0, 1):
+        told = [event for event in loaded if event.kind == "log" and event.rank == rank]
+        assert told == logged(run, rank) and len(told) == 5
+        states = [event.data["state"] for event in loaded if event.kind == "state" and event.rank == rank]
+        assert states == ["running", "returned"]
+    assert len(loaded) == 14
+    assert [event.time for event in loaded] == sorted(event.time for event in loaded)
+
+
+def test_who_was_killed_is_dead_in_the_file_too(started, tmp_path):
+    run = started(steps)
+    eventually(lambda: all(logged(run, rank) for rank in (0, 1)))
+    run.kill(1)
+    with pytest.raises(dlab.WorkerError, match="rank 1 was killed"):
+        run.wait(30)
+    run.save(tmp_path / "run.jsonl")
+    loaded = dlab.load_events(tmp_path / "run.jsonl")
+    (death,) = [event for event in loaded if event.data.get("state") == "dead"]
+    assert death.rank == 1 and death.time >= logged(run, 1)[-1].time
+    words = [" ".join(line.split()) for line in str(Ranks(loaded)).splitlines()]
+    assert words == [
+        f"rank 0 stopped step {logged(run, 0)[-1].data['step']}",
+        f"rank 1 dead: was killed by signal 9 (SIGKILL) step {logged(run, 1)[-1].data['step']}",
+    ]

@@ -16,29 +16,13 @@ from kernels import alive, eventually, seconds_until_gone, within
 from torch.utils.data import DataLoader
 
 import dlab
-from dlab.processes import supervisor
+from dlab.processes import crew
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(3) as cluster:
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def the_next_run_works(cluster):
-    """Whatever a test does to the cluster, the next line can use it."""
-    yield
-
-    def total():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item()
-
-    assert cluster.run(total, timeout=30) == [3.0] * 3
-    assert len(alive(cluster.pids)) == 3
+WORKERS = 3  # of the cluster
+pytestmark = pytest.mark.usefixtures("the_next_run_works")
 
 
 # ------------------------------------------------------------------------------------- exceptions
@@ -243,7 +227,7 @@ def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_n
 
 
 def test_a_rank_that_still_hangs_in_a_collective_after_it_has_returned_is_replaced(cluster, monkeypatch):
-    monkeypatch.setitem(supervisor.FORM, "gloo", 1.0)
+    monkeypatch.setitem(crew.FORM, "gloo", 1.0)
 
     def part_in_discord():
         if dist.get_rank() > 0:

@@ -11,45 +11,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 from kernels import eventually
+from runs import logged, steps
 
 import dlab
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def started(cluster):
-    """Starts runs, and ends them with the test."""
-    runs = []
-
-    def start(fn, *args):
-        runs.append(cluster.start(fn, *args))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.stop()
-    assert cluster.run(dlab.rank, timeout=30) == [0, 1]
-
-
-def steps():
-    """Log step after step until the knob `enough` is turned."""
-    step = 0
-    while not dlab.knob("enough"):
-        dlab.log(step=step)
-        step += 1
-        time.sleep(0.005)
-    return step
-
-
-def logged(run, rank):
-    return [event for event in run.events if event.kind == "log" and event.rank == rank]
 
 
 # ------------------------------------------------------------------------------------- start and wait

@@ -10,31 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import trouble
-from kernels import alive, within
+from kernels import within
 
 import dlab
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(3) as cluster:
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def the_next_run_works(cluster):
-    """Whatever a test does to the cluster, the next line can use it."""
-    yield
-
-    def total():
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        return x.item()
-
-    assert cluster.run(total, timeout=30) == [3.0] * 3
-    assert len(alive(cluster.pids)) == 3
+WORKERS = 3  # of the cluster
+pytestmark = pytest.mark.usefixtures("the_next_run_works")
 
 
 # ------------------------------------------------------------------------------------- time runs out

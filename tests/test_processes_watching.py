@@ -13,12 +13,6 @@ from dlab.processes.watching import STAGES, tell
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def told(cluster):
     """Runs a function and gives its results, and the data of rank 0's events of one kind."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlab.events import Event, save_events
+from dlab.events import Event, Records, save_events
 from dlab.processes.errors import WorkerError, WorkerTimeout, name_ranks
+from dlab.processes.journal import Journal
 from dlab.processes.stacks import Where
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ class Run:
     `set(knob, value)`, and `events`, what the workers have logged so far.
     """
 
-    def __init__(self, cluster: Cluster, number: int, name: str) -> None:
+    def __init__(self, cluster: Cluster, number: int, name: str, survives: bool = False) -> None:
         self._cluster = cluster  # a cluster closes itself when nobody holds it: a run does
         self._supervisor = cluster._supervisor
         self.number, self.name = number, name
+        self.survives = survives  # does the function go on without ranks that have died?
         self.ranks = cluster.workers
         self.started = time.time()
         self.ended: float | None = None
@@ -34,15 +36,21 @@ class Run:
         self.paused = False
         self._done = threading.Event()
         self._results: list[Any] = [None] * self.ranks
+        self._result: Any = None  # made of them by what `then` was given
+        self._make: Callable[[list[Any]], Any] | None = None
         self._error: WorkerError | None = None
         self._stopped = False
-        self._events: list[Event] = []
-        self._events_lock = threading.Lock()
+        self._journal = Journal()
         self.states: list[Event] = []  # what became of each rank, as the supervisor saw it: events of kind `state`
 
     # --- waiting
 
-    def wait(self, timeout: float | None = None) -> list[Any]:
+    def then(self, make: Callable[[list[Any]], Any]) -> Run:
+        """Let `wait()` give `make(results by rank)`, made once, when all ranks have returned."""
+        self._make = make
+        return self
+
+    def wait(self, timeout: float | None = None) -> Any:
         """The results by rank, when all ranks have returned.
 
         Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
@@ -50,7 +58,12 @@ class Run:
         None.
         """
         try:
-            return self._wait(timeout, then_stop=False)
+            results = self._wait(timeout, then_stop=False)
+            if self._make is None:
+                return results
+            if self._result is None:
+                self._result = self._make(results)
+            return self._result
         except KeyboardInterrupt:
             self._on_interrupt()
             raise
@@ -146,16 +159,20 @@ class Run:
     def events(self) -> list[Event]:
         """What the workers have told so far, each rank's in order."""
         self._supervisor.drain(self)
-        with self._events_lock:
-            return list(self._events)
+        return self._journal.events
+
+    def since(self, place: int) -> tuple[list[Records], int]:
+        """What was told after a place, and the place to go on from, for those who look again and again; 0 at first."""
+        self._supervisor.drain(self)
+        return self._journal.since(place)
 
     def _note(self, ranks: Iterable[int], state: str, why: str = "") -> None:
         now = time.time()
         self.states += [Event(now, rank, "state", {"state": state, "why": why}) for rank in ranks]
 
     def save(self, path: str | Path) -> None:
-        """Write the events as JSON lines; `dlab.load_events(path)` reads them."""
-        save_events(self.events, path)
+        """Write what the ranks have told and what became of them, by time, as JSON lines for `dlab.load_events`."""
+        save_events(sorted([*self.states, *self.events], key=lambda event: event.time), path)
 
     def __repr__(self) -> str:
         return f"<Run {self.name} on {self.ranks} workers: {self.state}, {len(self.events)} events>"

@@ -48,6 +48,8 @@ class AllReduceSGD(Strategy):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reducer = reducer_for(wire, self._parameters[0].device)
         self._flat = flatten_gradients(model, lambda count, dtype: self._reducer.empty(count, dtype))
+        views = [parameter.grad for parameter in self._parameters]
+        self._places: dict[torch.Tensor, torch.Tensor] = dict(zip(self._parameters, views, strict=True))  # type: ignore[arg-type]
         self._buckets = self._fill_buckets()
         spans = self._spans()
         pieces = [(spans[bucket[-1]][0], spans[bucket[0]][1]) for bucket in self._buckets]
@@ -56,9 +58,8 @@ class AllReduceSGD(Strategy):
         if weights is not None:
             self._shard_optimizer(weights, spans)
         self._bucket_of = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket}
-        self._listening, self._hooks = True, []
-        if self.overlap:
-            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._parameters]
+        self._listening = True
+        self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._parameters]
         self._forget_round()
         return model
 
@@ -85,8 +86,9 @@ class AllReduceSGD(Strategy):
     # one step
 
     def clear(self) -> None:
-        """All at once."""
-        self._flat.zero_()
+        """The backward pass makes new gradients and we copy them: cheaper than to add them to zeros."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -98,7 +100,12 @@ class AllReduceSGD(Strategy):
             self._listening = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._listening:
+        """It is new, or, where gradients are accumulated, has grown in its place."""
+        place = self._places[parameter]
+        if parameter.grad is not None and parameter.grad is not place:
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        if self._listening and self.overlap:
             number = self._bucket_of[id(parameter)]
             self._arrived[number] += 1
             if self._arrived[number] == len(self._buckets[number]):
@@ -114,6 +121,9 @@ class AllReduceSGD(Strategy):
         """What the backward pass has not sent, then the rest of the reduction, then the update."""
         for number in range(len(self._buckets)):
             if number not in self._sent:  # without overlap, or with a parameter that this batch did not use
+                for parameter in self._buckets[number]:
+                    if parameter.grad is None:
+                        parameter.grad = self._places[parameter].zero_()
                 self._send(number)
         watch = Stopwatch()
         with watch:

@@ -5,6 +5,7 @@ from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
 from dlab.views.shards import ShardTable, shard_events
 from dlab.views.source import show_source
+from dlab.views.staleness import Staleness
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
 
@@ -13,6 +14,7 @@ __all__ = [
     "LossCurves",
     "Messages",
     "ShardTable",
+    "Staleness",
     "Throughput",
     "Timeline",
     "shard_events",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals, Column, Table
 from dlab.views.still import COLOURS, View
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -17,7 +17,7 @@ _WIDTH = 30  # characters of a curve in the terminal
 _SMOOTH = 20  # steps in the running mean that is drawn over the raw loss
 _POINTS = 600  # of a curve that go to the browser; a screen has no more columns for it
 
-Curve = list[tuple[float, float, float]]  # (step, loss, seconds since the first event of its run)
+Curve = Column  # a row per point: step, loss, seconds since the first event of its run
 
 
 class LossCurves(View):
@@ -36,7 +36,7 @@ class LossCurves(View):
         if by not in ("step", "time"):
             raise ValueError(f"by={by!r}: loss curves are drawn by 'step' or by 'time'")
         self.by = by
-        self.runs: dict[str, dict[int, Curve]] = {}  # by name of the run and rank
+        self._curves: dict[str, dict[int, Table]] = {}  # by name of the run and rank
         self._begun: dict[str, float] = {}
         if isinstance(events, Mapping):
             for name, of_run in events.items():
@@ -44,19 +44,28 @@ class LossCurves(View):
         else:
             self.add(events)
 
-    def add(self, events: Iterable[Event], run: str = "") -> None:
+    def add(self, events: Iterable[Event] | Arrivals, run: str = "") -> None:
         """Take in more events, of the run with this name if there are several."""
-        ranks = self.runs.setdefault(run, {})
-        for event in events:
-            begun = self._begun.setdefault(run, event.time)
-            if event.kind == "log" and "loss" in event.data:
-                curve = ranks.setdefault(event.rank, [])
-                curve.append((event.data.get("step", len(curve)), event.data["loss"], max(0.0, event.time - begun)))
+        arrived, ranks = Arrivals.of(events), self._curves.setdefault(run, {})
+        if not arrived:
+            return
+        begun = self._begun.setdefault(run, arrived.first)
+        for rank, logged in arrived.logged.items():
+            if points := logged.having("loss"):
+                curve = ranks.setdefault(rank, Table(3))
+                counted = np.arange(len(curve), len(curve) + len(points), dtype=np.float64)  # if no step is told
+                seconds = np.maximum(0.0, points.times - begun)
+                curve.extend(points.column("step", counted), points.column("loss"), seconds)
 
     @property
     def empty(self) -> bool:
         """Has no rank logged a loss?"""
-        return not any(self.runs.values())
+        return not any(self._curves.values())
+
+    @property
+    def runs(self) -> dict[str, dict[int, Curve]]:
+        """By name of the run and rank."""
+        return {name: {rank: curve.rows for rank, curve in ranks.items()} for name, ranks in self._curves.items()}
 
     @property
     def losses(self) -> dict[int, Curve]:
@@ -65,10 +74,10 @@ class LossCurves(View):
 
     def lines(self, every: int = 1) -> list[tuple[str, Curve]]:
         """What is drawn: (name, curve); ranks of a single run and their mean, or the means of several runs."""
-        if len(self.runs) > 1:
-            return [(name, _mean(of_run, every)) for name, of_run in self.runs.items() if of_run]
+        if len(runs := self.runs) > 1:
+            return [(name, _mean(of_run, every)) for name, of_run in runs.items() if of_run]
         ranks = sorted(self.losses.items())
-        lines = [(f"rank {rank}", [curve[at] for at in _places(len(curve), every)]) for rank, curve in ranks]
+        lines = [(f"rank {rank}", curve[_places(len(curve), every)]) for rank, curve in ranks]
         return [*lines, ("mean", _mean(self.losses, every))] if len(lines) > 1 else lines
 
     def figure(self) -> Figure:
@@ -77,7 +86,7 @@ class LossCurves(View):
         xlabel, column = ("step", 0) if self.by == "step" else ("seconds since the run began", 2)
         axes = figure.add_subplot(xlabel=xlabel, ylabel="loss of the rank's own batch")
         for number, (name, curve) in enumerate(self.lines()):
-            points = list(zip(*curve, strict=True))
+            points = curve.T
             colour = "#404040" if name == "mean" else COLOURS[number % len(COLOURS)]
             if name != "mean":
                 axes.plot(points[column], points[1], color=colour, alpha=0.25, linewidth=0.8)
@@ -91,13 +100,12 @@ class LossCurves(View):
 
     def data(self) -> dict[str, Any]:
         """Every curve as three arrays, thinned out to what a screen can show."""
-        several = len(self.runs) > 1
+        several, alone = len(self.runs) > 1, len(self.losses) == 1
         longest = max((len(curve) for ranks in self.runs.values() for curve in ranks.values()), default=0)
         curves = []
         for number, (name, curve) in enumerate(self.lines(every=longest // _POINTS + 1)):
-            thin = np.asarray(curve, dtype=np.float32)
-            strong = several or name == "mean" or len(self.losses) == 1
-            columns = {"step": thin[:, 0].copy(), "loss": thin[:, 1].copy(), "time": thin[:, 2].copy()}
+            strong = several or alone or name == "mean"
+            columns = dict(zip(("step", "loss", "time"), curve.T.astype(np.float32), strict=True))
             curves.append({"name": name, "colour": -1 if name == "mean" else number, "strong": strong, **columns})
         return {"curves": curves}
 
@@ -106,11 +114,12 @@ class LossCurves(View):
         """What the picture shows."""
         if self.empty:
             return "Loss curves: no rank has logged a loss yet."
-        last = {name: [curve[-1][1] for curve in ranks.values()] for name, ranks in self.runs.items() if ranks}
-        if len(self.runs) == 1:
-            last = {f"rank {rank}": [curve[-1][1]] for rank, curve in sorted(self.losses.items())}
+        runs = self.runs
+        last = {name: [curve[-1, 1] for curve in ranks.values()] for name, ranks in runs.items() if ranks}
+        if len(runs) == 1:
+            last = {f"rank {rank}": [curve[-1, 1]] for rank, curve in sorted(self.losses.items())}
         ends = ", ".join(f"{name} {sum(losses) / len(losses):.2f}" for name, losses in list(last.items())[:8])
-        count = f"{len(self.runs)} runs" if len(self.runs) > 1 else f"{len(self.losses)} ranks"
+        count = f"{len(runs)} runs" if len(runs) > 1 else f"{len(self.losses)} ranks"
         return f"Loss by {self.by} of {count}; the last losses are {ends}."
 
     def __str__(self) -> str:
@@ -125,29 +134,34 @@ class LossCurves(View):
 
 def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
     """The mean over ranks of their n-th losses; the step is the first one's, the time that of the last to get there."""
-    means = []
-    for place in _places(max(map(len, ranks.values()), default=0), every):
-        there = [curve[place] for curve in ranks.values() if place < len(curve)]
-        losses = sum(loss for _, loss, _ in there) / len(there)
-        means.append((there[0][0], losses, max(time for _, _, time in there)))
+    places = _places(max(map(len, ranks.values()), default=0), every)
+    means, count = np.zeros((len(places), 3)), np.zeros(len(places))
+    for curve in ranks.values():
+        there = curve[places[places < len(curve)]]
+        steps, losses, times = means[: len(there)].T
+        steps[:] = np.where(count[: len(there)] == 0, there[:, 0], steps)
+        losses += there[:, 1]
+        times[:] = np.maximum(times, there[:, 2])
+        count[: len(there)] += 1
+    means[:, 1] /= count
     return means
 
 
-def _places(length: int, every: int) -> list[int]:
+def _places(length: int, every: int) -> np.ndarray:
     """Every so many of a curve's points, and the last one in any case."""
-    return [*range(0, length - 1, every), length - 1] if length else []
+    return np.append(np.arange(0, length - 1, every), length - 1) if length else np.arange(0)
 
 
-def _running_mean(values: tuple[float, ...]) -> list[float]:
+def _running_mean(values: Column) -> Column:
     """The mean of the last `_SMOOTH` values at each point."""
-    sums = [0.0, *accumulate(values)]
-    starts = (max(0, end - _SMOOTH) for end in range(1, len(sums)))
-    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]
+    sums, ends = np.append(0.0, np.cumsum(values)), np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - _SMOOTH)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def _spark(curve: Curve) -> str:
     """A curve in block characters."""
     count = min(_WIDTH, len(curve))
-    picked = [curve[index * len(curve) // count][1] for index in range(count)]
+    picked = [float(curve[index * len(curve) // count, 1]) for index in range(count)]
     low, high = min(picked), max(picked)
     return "".join(_BARS[int((value - low) / (high - low or 1.0) * (len(_BARS) - 1))] for value in picked)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals
 from dlab.views.still import View
 
 # what is told of a gradient, in this order, with a colour and a mark
@@ -65,11 +66,13 @@ class GradientFlow(View):
         if self.norms and step is not None and step not in self.norms:
             raise ValueError(f"step {step} was not watched: {', '.join(map(str, sorted(self.norms)))} were")
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events."""
-        for event in events:
-            if self._begun is None:
-                self._begun = event.time
+        if not (arrived := Arrivals.of(events)):
+            return
+        if self._begun is None:
+            self._begun = arrived.first
+        for event in arrived.others:
             moment, data = event.time - self._begun, event.data
             if event.kind == "gradients":
                 self.layers += [layer for layer in data["norms"] if layer not in self.layers]

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import ipywidgets as widgets
 from IPython.display import DisplayHandle
 
-from dlab.events import Event
+from dlab.events import Event, Records
+from dlab.views.columns import Arrivals
 from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
@@ -25,13 +26,15 @@ from dlab.views.page import Part, frame
 from dlab.views.ranks import Ranks
 from dlab.views.screen import Screen
 from dlab.views.shards import ShardTable
+from dlab.views.staleness import Staleness
 from dlab.views.still import View
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
 
 PERIOD = 0.1  # seconds between two frames
-MOST = 0.1  # of a core for drawing: after a frame that took long, the next one waits
-
+MOST = 0.1  # of a core for taking in and drawing: what took long delays the next frame …
+LONGEST = 1.0  # … by not more than so many seconds
+ANSWER = 2.0  # seconds in which a page says that it is still there
 
 Do = Callable[[Callable[[], object]], None]  # what carries out a wish
 Controls = Callable[[Any, Do], list[widgets.Widget]]
@@ -44,8 +47,7 @@ class Watched(Protocol):
     ranks: int
     states: list[Event]
 
-    @property
-    def events(self) -> list[Event]: ...
+    def since(self, place: int) -> tuple[list[Records], int]: ...
     @property
     def done(self) -> bool: ...
     @property
@@ -64,20 +66,23 @@ class Panel:
     def __init__(self, run: Watched) -> None:
         self.run: Any = run
         timeline = Timeline()
-        others = (GradientFlow(), Messages(), ShardTable())
+        others = (Staleness(), GradientFlow(), Messages(), ShardTable())
         self.views: list[View] = [Ranks(timeline=timeline), LossCurves(), Throughput(), timeline, *others]
         self.knobs: dict[str, Any] = {}  # that the run has declared, with their defaults
         self._seen = self._states = 0
         self.take_in()
 
     def take_in(self) -> None:
-        """Give the views what is new."""
-        events, states = self.run.events[self._seen :], self.run.states[self._states :]
-        self._seen += len(events)
+        """Give the views what is new, in columns that are made once for all of them."""
+        records, self._seen = self.run.since(self._seen)
+        states = self.run.states[self._states :]
         self._states += len(states)
+        arrived = Arrivals(states, records)
         for view in self.views:
-            view.add([*states, *events])
-        self.knobs.update({event.data["name"]: event.data["default"] for event in events if event.kind == "knob"})
+            view.add(arrived)
+        self.knobs.update(
+            {event.data["name"]: event.data["default"] for event in arrived.others if event.kind == "knob"}
+        )
 
     @property
     def shown(self) -> list[View]:
@@ -121,9 +126,9 @@ class RacePanel(Panel):
 
     def take_in(self) -> None:
         """By run."""
-        for name, events in self.run.events.items():
-            self._curves.add(events[self._read.get(name, 0) :], name)
-            self._read[name] = len(events)
+        for name, run in list(self.run.runs.items()):
+            records, self._read[name] = run.since(self._read.get(name, 0))
+            self._curves.add(Arrivals(records=records), name)
 
 
 def show_live(run: Watched) -> threading.Thread | None:
@@ -187,7 +192,7 @@ class Live:
     def __init__(self, panel: Panel, handle: DisplayHandle, make_controls: Controls) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._screen = Screen(lambda: panel.parts)
+        self._screen = Screen()
         self._title = widgets.Label(panel.title)
         row = {"flex_flow": "row wrap", "align_items": "center"}
         self._knobs = widgets.HBox(layout=row)
@@ -218,21 +223,23 @@ class Live:
 
     def keep_up(self) -> None:
         """Send frames and carry out wishes until the run has ended."""
-        done, spent = False, 0.0
+        done, due, drawn = False, 0.0, time.thread_time()
         while not done:
-            self._obey(max(PERIOD, spent / MOST - spent))
+            asked = self._obey(PERIOD)
             done = self._run.done  # asked before the events are taken in: the last picture must be complete
             self.panel.take_in()
             self._add_knobs()
-            before = time.thread_time()
-            self._title.value = self.panel.title
-            self._screen.show(self.panel.parts)
-            spent = time.thread_time() - before
+            if asked or done or time.monotonic() >= due:
+                self._title.value = self.panel.title
+                self._screen.show(self.panel.parts, last=done)
+                spent, drawn = time.thread_time() - drawn, time.thread_time()
+                due = time.monotonic() + min(LONGEST, spent / MOST) - PERIOD / 2
 
     def _leave_still(self) -> None:
         still = self.panel.bundle()
         self.handle.update(still, raw=True)
-        if self._screen.opened > 1 and "text/html" in still:  # a page that was loaded anew does not know the handle
+        # a page that was loaded anew, or that will be, does not know the handle; it finds the box by its name
+        if "text/html" in still and not self._screen.is_at_home(ANSWER):
             self.box.children = (widgets.HTML(still["text/html"]),)
 
     def close(self) -> None:
@@ -243,15 +250,16 @@ class Live:
             self.box.children = ()
             _close(self.box)
 
-    def _obey(self, wait: float) -> None:
-        """Do what was asked for; the first wish ends the wait for the next frame."""
+    def _obey(self, wait: float) -> bool:
+        """Do what was asked for, if anything was; the first wish ends the wait for the next frame."""
+        asked = False
         while True:
             try:
-                wish = self._wishes.get(timeout=wait) if wait else self._wishes.get_nowait()
+                wish = self._wishes.get_nowait() if asked else self._wishes.get(timeout=wait)
             except Empty:
-                return
+                return asked
+            asked = True
             wish()
-            wait = 0.0
 
 
 def knob_control(name: str, value: Any) -> widgets.Widget:

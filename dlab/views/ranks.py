@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals
 from dlab.views.still import View
 from dlab.views.timeline import Timeline
 
@@ -42,16 +43,15 @@ class Ranks(View):
         self._shares_it = timeline is not None  # somebody else gives it its events
         super().__init__(events)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
         """The last state and the last step of each rank are what counts."""
+        arrived = Arrivals.of(events)
         if not self._shares_it:
-            events = list(events)
-            self._timeline.add(events)
-        for event in events:
-            if event.kind == "state":
-                self._states[event.rank] = event.data
-            elif event.kind == "log" and "step" in event.data:
-                self._steps[event.rank] = event.data["step"]
+            self._timeline.add(arrived)
+        self._states.update({event.rank: event.data for event in arrived.others if event.kind == "state"})
+        for rank, logged in arrived.logged.items():
+            if logged.step is not None:
+                self._steps[rank] = logged.step
 
     @property
     def empty(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import anywidget
@@ -11,23 +12,32 @@ from dlab.views.page import Part, pack, scripts, styles
 
 
 class Screen(anywidget.AnyWidget):
-    """`show(parts)` sends one binary message; a page that opens later asks for what is `latest`."""
+    """`show(parts)` sends one binary message to every page that has it; a page that opens later waits for the next."""
 
-    _esm = f"{scripts()}\nexport default {{ render }};"
+    _esm = f"{scripts()}\nexport default {{ initialize, render }};"
     _css = styles()
 
-    def __init__(self, latest: Callable[[], Sequence[Part]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._latest = latest
-        self.opened = 0  # how often a page has shown it
+        self._pages: list[str] = []  # that have told their name, in this order
+        self._seen = threading.Event()  # the first of them has got the last frame
         self.on_msg(self._on_message)
 
-    def show(self, parts: Sequence[Part]) -> None:
-        """Replace what is on the screen."""
+    def show(self, parts: Sequence[Part], last: bool = False) -> None:
+        """Replace what is on the screen; nothing comes after the last one."""
         text, buffers = pack(parts)
-        self.send({"text": text}, buffers)
+        self.send({"text": text, "pages": self._pages, "last": last}, buffers)
+
+    def is_at_home(self, seconds: float) -> bool:
+        """After the last frame: is it in the page where it was at first, and in no other one?
+
+        A page answers to the last frame; so many seconds are waited for that. Where there was no page, none.
+        """
+        return not self._pages or (len(self._pages) == 1 and self._seen.wait(seconds))
 
     def _on_message(self, _: Any, content: dict[str, Any], __: Any) -> None:
-        if content.get("kind") == "ready":
-            self.opened += 1
-            self.show(self._latest())
+        page = content["page"]
+        if page not in self._pages:
+            self._pages = [*self._pages, page]
+        if content["last"] and page == self._pages[0]:
+            self._seen.set()

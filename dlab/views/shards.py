@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals
 from dlab.views.still import COLOURS, View
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ class ShardTable(View):
         self._begun: float | None = None
         super().__init__(events)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events; a rank that tells again replaces what it said before."""
-        for event in events:
-            if self._begun is None:
-                self._begun = event.time
+        if not (arrived := Arrivals.of(events)):
+            return
+        if self._begun is None:
+            self._begun = arrived.first
+        for event in arrived.others:
             if event.kind == "shard":
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 histogram = list(data.get("histogram") or [])

@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals
 from dlab.views.page import Part, frame, write_page
 
 # Okabe and Ito's colours: told apart by colour-blind readers too
@@ -40,7 +41,7 @@ class View(ABC):
         self.add(events)
 
     @abstractmethod
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events, in any number and at any time."""
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals, Table
 from dlab.views.still import COLOURS, View
 
 _POINTS = 400  # of a line, at most; a screen has no more columns for it
@@ -39,40 +39,42 @@ class Throughput(View):
         self.unit = "steps"  # until somebody tells samples
         self._begun: float | None = None
         self._end = 0.0
-        self._steps: dict[int, array[float]] = {}  # by rank: end of a step, its samples, end of the next, …
+        self._steps: dict[int, Table] = {}  # by rank, a row per step: its end, and the samples up to there
+        self._lines: tuple[Rates, list[tuple[str, Rates]]] | None = None  # unless more has come since they were made
         super().__init__(events)
 
-    def add(self, events: Iterable[Event]) -> None:
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events; costs less than a microsecond each."""
-        for event in events:
-            if self._begun is None:
-                self._begun = event.time
-            moment = max(0.0, event.time - self._begun)
-            self._end = max(self._end, moment)
-            if event.kind == "log" and ("step" in event.data or "samples" in event.data):
-                samples = event.data.get("samples")
-                if samples is not None:
+        if not (arrived := Arrivals.of(events)):
+            return
+        self._lines = None
+        if self._begun is None:
+            self._begun = arrived.first
+        self._end = max(self._end, arrived.last - self._begun)
+        for rank, logged in arrived.logged.items():
+            if done := logged.having("step", "samples"):
+                steps, samples = self._steps.setdefault(rank, Table(2)), done.column("samples")
+                if not np.isnan(samples).all():
                     self.unit = "samples"
-                self._steps.setdefault(event.rank, array("d")).extend((moment, samples or 0.0))
+                before = steps.rows[-1, 1] if steps else 0.0
+                steps.extend(np.maximum(0.0, done.times - self._begun), before + np.nancumsum(samples))
 
     @property
     def empty(self) -> bool:
         """Has no rank logged two steps yet? The time of a step is what lies between two."""
-        return all(len(steps) < 4 for steps in self._steps.values())
+        return all(len(steps) < 2 for steps in self._steps.values())
 
     def rates(self) -> tuple[Rates, dict[int, Rates]]:
         """Moments, in seconds since the first event, and by rank what it did per second in the window up to each."""
-        begun = min((steps[0] for steps in self._steps.values()), default=0.0)
+        begun = min((steps.rows[0, 0] for steps in self._steps.values()), default=0.0)
         pace = self.window / 50
         while (self._end - begun) / pace > _POINTS - 1:
             pace *= 2  # moments stay where they were while a run grows, so that a live line does not tremble
         moments = np.append(np.arange(begun + pace, self._end, pace), self._end)
-        ranks = {rank: np.array(steps).reshape(-1, 2) for rank, steps in sorted(self._steps.items())}
-        return moments, {rank: self._rates_of(steps, moments) for rank, steps in ranks.items()}
+        return moments, {rank: self._rates_of(steps.rows, moments) for rank, steps in sorted(self._steps.items())}
 
     def _rates_of(self, steps: Rates, moments: Rates) -> Rates:
-        ends, amounts = steps[:, 0], steps[:, 1] if self.unit == "samples" else np.ones(len(steps))
-        done = np.cumsum(amounts) - amounts[0]  # nobody knows how long the first step took
+        ends, done = steps[:, 0], steps[:, 1] if self.unit == "samples" else np.arange(len(steps))
         last_step = ends[-1] - ends[-2] if len(ends) > 1 else 0.0
         if self._end - ends[-1] <= max(self.window, 2 * last_step):
             moments = np.minimum(moments, ends[-1])  # it is in the middle of a step, not silent
@@ -82,11 +84,13 @@ class Throughput(View):
 
     def lines(self) -> tuple[Rates, list[tuple[str, Rates]]]:
         """What is drawn: moments and (name, rates), of the first ranks and of all together."""
-        moments, ranks = self.rates()
-        lines = [(f"rank {rank}", rates) for rank, rates in list(ranks.items())[:_SHOWN]]
-        if len(ranks) > 1:
-            lines.append(("all", np.sum([np.nan_to_num(rates) for rates in ranks.values()], axis=0)))
-        return moments, lines
+        if self._lines is None:
+            moments, ranks = self.rates()
+            lines = [(f"rank {rank}", rates) for rank, rates in list(ranks.items())[:_SHOWN]]
+            if len(ranks) > 1:
+                lines.append(("all", np.sum([np.nan_to_num(rates) for rates in ranks.values()], axis=0)))
+            self._lines = moments, lines
+        return self._lines
 
     def figure(self) -> Figure:
         """A line per rank, told apart by colour and dashes, and a strong one for all."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from statistics import median
 from textwrap import fill, shorten
@@ -13,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.views.columns import Arrivals, Column, Table
 from dlab.views.still import View
 
 SECONDS, STEPS = 5.0, 30  # shown unless asked otherwise: whichever is less
@@ -23,39 +23,36 @@ _STATES = 50  # changes of state of a rank that go to the browser
 _LANES = 32  # ranks that are drawn
 _COMPUTE, _WAIT, _SEND, _TROUBLE, _QUIET = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
 
-Table = np.ndarray[Any, np.dtype[np.float64]]
-
 
 class Lane:
     """What is known of one rank. Times are in seconds since the first event."""
 
     def __init__(self) -> None:
-        self._steps = array("d")  # end, compute, wait, end, compute, wait, …
-        self._messages = array("d")  # start, end, destination, …
+        self._steps, self._messages = Table(3), Table(3)
         self.states: list[State] = []
 
     @property
-    def steps(self) -> Table:
+    def steps(self) -> Column:
         """A row per step: its end, the seconds it computed first, and those it waited then."""
-        return np.array(self._steps).reshape(-1, 3)
+        return self._steps.rows
 
     @property
-    def messages(self) -> Table:
+    def messages(self) -> Column:
         """A row per message that it sent: start, end, destination."""
-        return np.array(self._messages).reshape(-1, 3)
+        return self._messages.rows
 
     @property
     def state(self) -> str:
         """The last that was told."""
         return self.states[-1].state if self.states else "running"
 
-    def last(self) -> Table:
+    def last(self) -> Column:
         """The last few steps."""
-        return np.array(self._steps[-3 * FEW :]).reshape(-1, 3)
+        return self.steps[-FEW:]
 
-    def since(self, moment: float) -> Table:
+    def since(self, moment: float) -> Column:
         """The steps that ended after this moment."""
-        return (steps := self.steps)[steps[:, 0] > moment]
+        return (steps := self.steps)[np.flatnonzero(steps[:, 0] > moment)]
 
 
 class State(NamedTuple):
@@ -88,22 +85,32 @@ class Timeline(View):
         self._lanes: dict[int, Lane] = {}
         super().__init__(events)
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Take in more events; costs one or two microseconds each."""
-        for time, rank, kind, data in events:
-            if self._begun is None:
-                self._begun = time
-            moment = max(0.0, time - self._begun)
-            if kind == "log" and ("compute" in data or "wait" in data):
-                self._lane(rank)._steps.extend((moment, data.get("compute", 0.0), data.get("wait", 0.0)))
-            elif kind == "message":
+    def add(self, events: Iterable[Event] | Arrivals) -> None:
+        """Take in more events; costs about a microsecond each."""
+        if not (arrived := Arrivals.of(events)):
+            return
+        if self._begun is None:
+            self._begun = arrived.first
+        ends = [self._end]
+        for rank, logged in arrived.logged.items():
+            if steps := logged.having("compute", "wait"):
+                moments = np.maximum(0.0, steps.times - self._begun)
+                self._lane(rank)._steps.extend(moments, steps.column("compute", 0.0), steps.column("wait", 0.0))
+                ends.append(float(moments.max()))
+        sent: dict[int, list[tuple[float, float, int]]] = {}
+        for time, rank, kind, data in arrived.others:
+            if kind == "message":
                 start, end = data["start"] - self._begun, data["end"] - self._begun
-                self._lane(data["source"])._messages.extend((start, end, data["destination"]))
+                sent.setdefault(data["source"], []).append((start, end, data["destination"]))
             elif kind == "state":
+                moment = max(0.0, time - self._begun)
                 self._lane(rank).states.append(State(moment, data["state"], data.get("why", "")))
             else:
                 continue
-            self._end = max(self._end, moment)
+            ends.append(time - self._begun)
+        for source, messages in sent.items():
+            self._lane(source)._messages.extend(*np.array(messages).T)
+        self._end = max(ends)
 
     def _lane(self, rank: int) -> Lane:
         if rank not in self._lanes:
@@ -133,22 +140,22 @@ class Timeline(View):
 
     def shares(self) -> dict[int, tuple[float, float]]:
         """By rank the shares of computing and waiting in what is shown; of a silent rank, in its last steps."""
-        shares = {}
+        shares, first = {}, self._end - self.seconds
         for rank, lane in self.lanes.items():
-            shown = lane.since(self._end - self.seconds)
+            shown = lane.since(first)
             compute, wait = (shown if len(shown) else lane.last())[:, 1:].sum(axis=0)
             if compute + wait > 0:
                 shares[rank] = (float(compute / (compute + wait)), float(wait / (compute + wait)))
         return shares
 
-    def _lately(self) -> dict[int, Table]:
+    def _lately(self) -> dict[int, Column]:
         """The last few steps of the ranks that still take part."""
         alive = {rank: lane for rank, lane in self.lanes.items() if lane.state not in ("dead", "failed")}
         return {rank: lane.last() for rank, lane in alive.items() if lane._steps}
 
     def slow(self) -> list[int]:
         """Ranks that compute at least 1.5 times as long as the others do, in the median of their last few steps."""
-        computing = {rank: float(np.median(last[:, 1])) for rank, last in self._lately().items()}
+        computing = {rank: median(last[:, 1].tolist()) for rank, last in self._lately().items()}
         slow = []
         for rank, own in computing.items():
             others = [seconds for other, seconds in computing.items() if other != rank]
@@ -268,12 +275,12 @@ def _words(state: State) -> str:
     return separator.join(filter(None, [state.state, state.why]))
 
 
-def _spans(starts: Table, ends: Table) -> list[tuple[float, float]]:
+def _spans(starts: Column, ends: Column) -> list[tuple[float, float]]:
     """(start, length) of each, as matplotlib wants them."""
     return [(float(start), float(end - start)) for start, end in zip(starts, ends, strict=True)]
 
 
-def _draw_steps(axes: Axes, place: int, steps: Table) -> None:
+def _draw_steps(axes: Axes, place: int, steps: Column) -> None:
     ends, compute, wait = steps.T
     axes.broken_barh(_spans(ends - wait, ends), (place - 0.36, 0.72), **_HATCHED)
     axes.broken_barh(_spans(ends - wait - compute, ends - wait), (place - 0.36, 0.72), color=_COMPUTE, linewidth=0)

@@ -210,8 +210,19 @@ function render({ model, el }) {
   el.classList.add("dlab");
   const show = (message, buffers) => board.set(unpack(message.text, buffers));
   model.on("msg:custom", show);
-  model.send({ kind: "ready" }); // a page that was opened later wants what is there already
   return () => model.off("msg:custom", show);
+}
+
+// Once in a page: it tells the kernel that it is there, and that it has got the last frame. The first messages of a page
+// that is loaded anew may be lost, so it tells it again until the kernel knows, but not so often that they pile up.
+function initialize({ model }) {
+  const page = Math.random().toString(36).slice(2);
+  let [next, pause] = [0, 250]; // milliseconds
+  model.on("msg:custom", ({ pages, last }) => {
+    if (!last && (pages.includes(page) || Date.now() < next)) return;
+    model.send({ page, last });
+    [next, pause] = [Date.now() + pause, 2 * pause];
+  });
 }
 
 // A page that needs no kernel: everything is in it.

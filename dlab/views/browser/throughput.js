@@ -9,7 +9,7 @@ views.throughput = {
     const known = data.lines.flatMap((line) => Array.from(line.rates)).filter((rate) => !Number.isNaN(rate));
     const highest = Math.max(1e-9, ...known); // of all times: a replay keeps its scale
     const unit = highest >= 5000 ? 1000 : 1;
-    const room = 100; // for the names
+    const room = 120; // for the names and values
     const at = axes({ ...paint, width: paint.width - room }, {
       x: [0, Math.max(0.05, data.time[count - 1] ?? 0)],
       y: [0, (highest * 1.08) / unit],
