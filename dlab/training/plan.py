@@ -121,7 +121,8 @@ class Training:
         """The one asked for, or SGD."""
         if self.optimizer is not None:
             return self.optimizer(parameters)
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum)
+        # fused: one pass over the weights instead of three
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=True)
 
 
 def _say_nothing(**_: Any) -> None:
