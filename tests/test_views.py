@@ -33,10 +33,14 @@ def test_a_line_per_rank_with_the_logged_losses_and_labels_on_both_axes():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rank 0", "rank 1", "mean"]
 
 
-def test_the_running_mean_is_the_mean_of_the_last_twenty():
-    values = tuple(np.random.default_rng(0).normal(size=70))
-    plain = [np.mean(values[max(0, end - 20) : end]) for end in range(1, 71)]
+@pytest.mark.parametrize(("length", "most"), [(7, 0), (70, 3), (500, 10)])
+def test_the_running_mean_reaches_as_far_to_the_left_as_to_the_right(length, most):
+    values = tuple(np.random.default_rng(0).normal(size=length))
+    reach = [min(most, place, length - 1 - place) for place in range(length)]
+    plain = [np.mean(values[place - far : place + far + 1]) for place, far in enumerate(reach)]
     assert np.allclose(_running_mean(values), plain)
+    line = np.linspace(3, 1, length)
+    assert np.allclose(_running_mean(line), line)  # a straight line stays where it is
 
 
 def test_a_still_has_alt_text_a_picture_and_text_for_the_terminal():

@@ -14,7 +14,7 @@ from dlab.views.still import COLOURS, View
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 30  # characters of a curve in the terminal
-_SMOOTH = 20  # steps in the running mean that is drawn over the raw loss
+_SMOOTH = 10  # steps to either side in the running mean that is drawn over the raw loss; fewer in a short run
 _POINTS = 600  # of a curve that go to the browser; a screen has no more columns for it
 
 Curve = Column  # a row per point: step, loss, seconds since the first event of its run
@@ -153,10 +153,11 @@ def _places(length: int, every: int) -> np.ndarray:
 
 
 def _running_mean(values: Column) -> Column:
-    """The mean of the last `_SMOOTH` values at each point."""
-    sums, ends = np.append(0.0, np.cumsum(values)), np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - _SMOOTH)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    """The mean around each point, as far to the left as to the right: a mean of the last values would lag behind."""
+    places, last = np.arange(len(values)), len(values) - 1
+    reach = np.minimum(min(_SMOOTH, len(values) // 20), np.minimum(places, last - places))
+    sums = np.append(0.0, np.cumsum(values))
+    return (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
 
 
 def _spark(curve: Curve) -> str:
