@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from dlab import collectives
 from dlab.backend.hosts import GlooTransport, Parcels
+from dlab.backend.monitored import meet_monitored
 from dlab.backend.post import ANYONE, Post
 from dlab.backend.works import Clerk, Pending
 from dlab.collectives.fused import Fused
@@ -258,32 +258,11 @@ class DlabGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier at which rank 0 says who has not come within the timeout: the first of them, or all."""
-        patience = self._timeout if timeout is None else timeout
         self._monitored += 1
         place = f"monitored barrier {self._monitored}"
-        if self.rank():
-            self._store.set(f"{place}, {self.rank()}", "")
-            if not self._appears(place, patience):
-                raise RuntimeError(f"Rank {self.rank()} timed out in monitoredBarrier: rank 0 has not let it go on")
-            return
-        deadline, missing = time.monotonic() + patience.total_seconds(), []
-        for other in range(1, self.size()):
-            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-            if not self._appears(f"{place}, {other}", left):
-                missing.append(str(other))
-                if not wait_all_ranks:
-                    break
-        if missing:
-            who = f"no word from rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            raise RuntimeError(f"Rank 0 timed out in monitoredBarrier after {patience.total_seconds():g} s: {who}")
-        self._store.set(place, "")
-
-    def _appears(self, key: str, timeout: timedelta) -> bool:
-        try:
-            self._store.wait([key], max(timeout, timedelta(milliseconds=1)))  # the store takes none for forever
-        except RuntimeError:  # stores do not agree on a kind of their own
-            return False
-        return True
+        meet_monitored(
+            self._store, place, self.rank(), self.size(), self._timeout if timeout is None else timeout, wait_all_ranks
+        )
 
     # point to point
 
