@@ -218,11 +218,17 @@ def test_a_data_loader_has_processes_of_its_own_and_they_end_with_the_worker(clu
     assert seconds_until_gone(loaders) < 3
 
 
-def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_new_ones(cluster):
+@pytest.mark.parametrize("dying", [0, 2], ids=["dead when looked at", "dying when looked at"])
+def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_new_ones(cluster, monkeypatch, dying):
     server, pids = psutil.Process(cluster.pids[0]).ppid(), cluster.pids
+    lives, waitpid = [(0, 0)] * dying, os.waitpid
+    monkeypatch.setattr(
+        "os.waitpid", lambda pid, how: lives.pop() if (lives and pid == server and how) else waitpid(pid, how)
+    )
     os.kill(server, signal.SIGKILL)
     eventually(lambda: not alive(pids))
     eventually(lambda: not set(cluster.pids) & set(pids), seconds=60)
+    assert not lives, "the server was looked at while it died"
     assert cluster.run(dlab.rank) == [0, 1, 2]
 
 

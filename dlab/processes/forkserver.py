@@ -108,10 +108,21 @@ class Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, message)
         finally:
             set_spawning_popen(None)
+        try:
+            self._ask_server(message.getbuffer())
+        except (ConnectionError, EOFError):  # it is about to die, but had not yet when we looked
+            _server._stop()  # type: ignore[attr-defined]
+            self._ask_server(message.getbuffer())
+
+    def _ask_server(self, message: memoryview) -> None:
         _start_server()
         self.sentinel, data = _server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         parent_alive = os.dup(data)  # while this end is open, the worker knows that we live
         self.finalizer = util.Finalize(self, _close, (parent_alive, self.sentinel))
-        with open(data, "wb") as file:
-            file.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
+        try:
+            with open(data, "wb") as file:
+                file.write(message)
+            self.pid = forkserver.read_signed(self.sentinel)
+        except (ConnectionError, EOFError):
+            self.finalizer()
+            raise

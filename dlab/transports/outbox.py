@@ -6,6 +6,7 @@ letters in. Taught in `04_async_sgd.ipynb`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -168,8 +169,9 @@ class MailedOutbox(Outbox):
         self._changed = threading.Condition()
         self._inboxes: dict[int, deque[torch.Tensor]] = {other: deque() for other in self.others}
         self._sending: deque[tuple[torch.Tensor, list[dist.Work]]] = deque()
-        for other in self.others:
-            threading.Thread(target=self._take_in, args=(other,), name=f"dlab-letters-{other}", daemon=True).start()
+        self._threads = [threading.Thread(target=self._take_in, args=(other,), daemon=True) for other in self.others]
+        for thread in self._threads:
+            thread.start()
 
     def _take_in(self, source: int) -> None:
         while True:
@@ -202,17 +204,17 @@ class MailedOutbox(Outbox):
         mine = torch.empty(self.count + 1, dtype=self.dtype)
         mine[:-1] = letter
         mine[-1] = last
-        readers = [other for other in self.others if other not in self.gone]
-        works = [dist.isend(mine, other, tag=_TAG) for other in readers]
+        works = []
+        for other in self.others:  # also to those that have closed: they wait for my last letter
+            with contextlib.suppress(RuntimeError):  # it is dead: the thread that receives from it tells
+                works.append(dist.isend(mine, other, tag=_TAG))
         self._sending.append((mine, [work for work in works if work is not None]))
 
     def _finish_oldest(self) -> None:
         _, works = self._sending.popleft()
         for work in works:
-            try:
+            with contextlib.suppress(RuntimeError):
                 work.wait()
-            except RuntimeError:  # the thread that receives from that rank will say that it is gone
-                pass
 
     def next(self, source: int) -> torch.Tensor | None:
         """From the inbox."""
@@ -225,10 +227,12 @@ class MailedOutbox(Outbox):
             self._changed.wait_for(lambda: any(self._inboxes.values()) or set(others) & self.gone, timeout=0.05)
 
     def close(self) -> None:
-        """Let the others' threads end, and wait until all that was sent is on its way."""
+        """Let the others' threads end, and wait for mine: a process must not end while one of them receives."""
         self._send(torch.zeros(self.count, dtype=self.dtype), last=True)
         while self._sending:
             self._finish_oldest()
+        for thread in self._threads:
+            thread.join()
 
 
 _TAG = 4711  # apart from whatever else is sent between the same ranks
