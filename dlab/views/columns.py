@@ -29,22 +29,19 @@ class Arrivals:
     def __init__(self, events: Iterable[Event] = (), records: Iterable[Records] = ()) -> None:
         self.others: list[Event] = []  # all that were not logged, in their order
         self._firsts: list[float] = []  # when the first one of each piece was told
-        self._pieces: dict[int, list[Logged]] = {}  # by rank
+        self._told: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}  # by rank: when, and what
         self._take_events(list(events))
         for each in records:
             self._take_records(each)
-        self.logged = {rank: Logged.join(pieces) for rank, pieces in self._pieces.items()}
+        self.logged = {rank: Logged.of(times, data) for rank, (times, data) in self._told.items()}
 
     def _take_events(self, events: list[Event]) -> None:
         self._firsts += [event.time for event in events[:1]]
-        by_rank: dict[int, list[Event]] = {}
         for event in events:
             if event.kind == "log":
-                by_rank.setdefault(event.rank, []).append(event)
+                self._log(event.rank, [event.time], [event.data])
             else:
                 self.others.append(event)
-        for rank, own in by_rank.items():
-            self._pieces[rank] = [Logged.of([event.time for event in own], [event.data for event in own])]
 
     def _take_records(self, records: Records) -> None:
         """Without an event for each: to make objects, and to have the collector look at them, costs most of it."""
@@ -58,7 +55,12 @@ class Arrivals:
             else:
                 self.others.append(Event(moment, records.rank, kind, data))
         if logged:
-            self._pieces.setdefault(records.rank, []).append(Logged.of(times, logged))
+            self._log(records.rank, times, logged)
+
+    def _log(self, rank: int, times: list[float], data: list[dict[str, Any]]) -> None:
+        when, what = self._told.setdefault(rank, ([], []))
+        when += times
+        what += data
 
     @property
     def first(self) -> float:
@@ -114,17 +116,6 @@ class Logged:
         step = next((each["step"] for each in reversed(data) if "step" in each), None)
         staleness = chain.from_iterable(each.get("staleness", ()) for each in data) if "staleness" in names else ()
         return cls(np.array(times), numbers, told, step, list(staleness))
-
-    @classmethod
-    def join(cls, pieces: Sequence[Logged]) -> Logged:
-        """One after another."""
-        if len(pieces) == 1:
-            return pieces[0]
-        step = next((piece.step for piece in reversed(pieces) if piece.step is not None), None)
-        times = np.concatenate([piece.times for piece in pieces])
-        numbers = np.concatenate([piece._numbers for piece in pieces], axis=1)
-        told = np.concatenate([piece._told for piece in pieces], axis=1)
-        return cls(times, numbers, told, step, list(chain.from_iterable(piece.staleness for piece in pieces)))
 
     def __len__(self) -> int:
         return len(self.times)

@@ -31,7 +31,7 @@ _COLUMNS = 8  # ranks in the terminal
 _VALUES = 40_000  # norms and moments that go to the browser with a frame …
 _MOST, _LEAST = 120, 20  # … of at most, and at least, so many steps
 
-Table = np.ndarray[Any, np.dtype[np.float32]]
+Table = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class GradientFlow(View):
@@ -60,6 +60,7 @@ class GradientFlow(View):
         self._latest: dict[int, tuple[int, dict[str, float]]] = {}  # by rank: its last step, and the norms
         self._moments: dict[tuple[int, str], dict[int, dict[str, float]]] = {}  # of a (step, layer), by rank and stage
         self._starts: dict[int, float] = {}  # when the first gradient of a step was computed
+        self._blocks: dict[int, Table] = {}  # by step: what `_block` has put together
         self.add(events)
         if self.layers and layer is not None and layer not in self.layers:
             raise ValueError(f"there is no layer {layer!r}: the watched ones are {', '.join(self.layers)}")
@@ -74,6 +75,8 @@ class GradientFlow(View):
             self._begun = arrived.first
         for event in arrived.others:
             moment, data = event.time - self._begun, event.data
+            if event.kind in ("gradients", "gradient"):
+                self._blocks.pop(data["step"], None)
             if event.kind == "gradients":
                 self.layers += [layer for layer in data["norms"] if layer not in self.layers]
                 self.norms.setdefault(data["step"], {})[event.rank] = data["norms"]
@@ -120,9 +123,24 @@ class GradientFlow(View):
 
     def history(self, steps: list[int]) -> Table:
         """The norms in these steps: step x layer x rank."""
-        norms = [[self.norms[step].get(rank, {}) for rank in self.ranks] for step in steps]
-        values = [[[_readable(each.get(layer)) for each in at] for layer in self.layers] for at in norms]
-        return np.array(values, dtype=np.float32)
+        return self._stack(steps)[..., 0].astype(np.float32)
+
+    def _stack(self, steps: list[int]) -> Table:
+        """Step x layer x rank x (the norm, then the second of each stage)."""
+        shape = (len(self.layers), len(self.ranks), 1 + len(STAGES))
+        return np.stack([self._block(step, shape) for step in steps]) if steps else np.empty((0, *shape))
+
+    def _block(self, step: int, shape: tuple[int, ...]) -> Table:
+        """Of one step; made again only if something has come that belongs to it."""
+        block = self._blocks.get(step)
+        if block is None or block.shape != shape:
+            block = self._blocks[step] = np.full(shape, nan)
+            for column, rank in enumerate(self.ranks):
+                norms = self.norms.get(step, {}).get(rank, {})
+                for row, layer in enumerate(self.layers):
+                    stages = self._moments.get((step, layer), {}).get(rank, {})
+                    block[row, column] = [_readable(norms.get(layer)), *(stages.get(stage, nan) for stage in STAGES)]
+        return block
 
     def figure(self) -> Figure:
         """Above: a row per layer, its norm on each rank now and how it has changed. Below: the path of one gradient."""
@@ -220,9 +238,7 @@ class GradientFlow(View):
         """Norms (step x layer x rank) and moments (the same x stage) of so many steps as fit into a frame."""
         each = max(1, len(self.layers) * len(self.ranks) * (1 + len(STAGES)))
         steps = self._thinned(min(_MOST, max(_LEAST, _VALUES // each)))
-        moments = [[self._moments.get((step, layer), {}) for layer in self.layers] for step in steps]
-        by_rank = [[[each.get(rank, {}) for rank in self.ranks] for each in at] for at in moments]
-        seconds = [[[[each.get(stage, nan) for stage in STAGES] for each in some] for some in at] for at in by_rank]
+        stack = self._stack(steps)
         starts = np.array([self._starts.get(step, nan) for step in steps])
         told = [[self._told.get((step, rank), nan) for rank in self.ranks] for step in steps]
         return {
@@ -233,9 +249,9 @@ class GradientFlow(View):
             "step": steps.index(self.step) if self._step in steps else -1,
             "steps": np.array(steps, dtype=np.int32),
             "times": np.array(told, dtype=np.float32),
-            "norms": self.history(steps),
+            "norms": stack[..., 0].astype(np.float32),
             "starts": starts,
-            "moments": (1e3 * (np.array(seconds) - starts.reshape(-1, 1, 1, 1))).astype(np.float32),
+            "moments": (1e3 * (stack[..., 1:] - starts.reshape(-1, 1, 1, 1))).astype(np.float32),
         }
 
     def _thinned(self, most: int = _MOST) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +33,8 @@ from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
 
 PERIOD = 0.1  # seconds between two frames
-MOST = 0.1  # of a core for taking in and drawing: what took long delays the next frame …
+# of a core for taking in and drawing, which workers on all cores would miss: what took long delays the next frame …
+MOST = min(0.1, 0.015 * len(os.sched_getaffinity(0)))
 LONGEST = 1.0  # … by not more than so many seconds
 ANSWER = 2.0  # seconds in which a page says that it is still there
 
@@ -221,15 +223,15 @@ class Live:
             finally:
                 self.close()
 
-    def keep_up(self) -> None:
-        """Send frames and carry out wishes until the run has ended."""
+    def keep_up(self, until: float = float("inf")) -> None:
+        """Send frames and carry out wishes until the run has ended, or until this moment of `time.monotonic`."""
         done, due, drawn = False, 0.0, time.thread_time()
-        while not done:
+        while not done and time.monotonic() < until:
             asked = self._obey(PERIOD)
             done = self._run.done  # asked before the events are taken in: the last picture must be complete
-            self.panel.take_in()
-            self._add_knobs()
             if asked or done or time.monotonic() >= due:
+                self.panel.take_in()
+                self._add_knobs()
                 self._title.value = self.panel.title
                 self._screen.show(self.panel.parts, last=done)
                 spent, drawn = time.thread_time() - drawn, time.thread_time()
