@@ -43,6 +43,7 @@ _HOME = {
     "AsyncSGD": "strategies",
     "DDP": "strategies",
     "ModelAveraging": "strategies",
+    "ParameterServer": "strategies",
     "SyncSGD": "strategies",
     "VirtualClock": "strategies",
     "Training": "training",
@@ -66,6 +67,7 @@ _MODULES = (
     "cost",
     "data",
     "events",
+    "kvstore",
     "models",
     "strategies",
     "training",
@@ -76,7 +78,7 @@ _MODULES = (
 __all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from dlab import backend, collectives, cost, data, events, models, strategies, training, transports, views
+    from dlab import backend, collectives, cost, data, events, kvstore, models, strategies, training, transports, views
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
     from dlab.models import MLP, SimpleCNN, TwoLayer
@@ -88,7 +90,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.watching import watch
     from dlab.reduction import allreduce, average_gradients, shared_empty
     from dlab.rehearsal import rehearse
-    from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, SyncSGD, VirtualClock
+    from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, ParameterServer, SyncSGD, VirtualClock
     from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock
     from dlab.views import GradientFlow, LossCurves, Messages, Staleness, Throughput, Timeline, show_source

@@ -102,7 +102,8 @@ LAYERS = (
     {"processes"},  # workers
     {"launching"},  # workers of any script, in processes of their own
     {"reduction"},  # the fastest all-reduce for where the workers are
-    {"strategies", "kvstore", "sharding", "pipeline", "exercises"},  # the lessons
+    {"kvstore"},  # weights that live with servers
+    {"strategies", "sharding", "pipeline", "exercises"},  # the lessons
     {"training"},  # puts the parts together
     {"demo"},  # use it
     {"bench"},

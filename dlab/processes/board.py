@@ -17,6 +17,40 @@ _KNOBS = 64 << 10  # room for the knobs, as JSON
 _DELAYS = 64 << 10  # room for a delay per rank: 8192 ranks
 
 
+class Desk:
+    """Memory between workers and servers: an area for each worker, which it lays out as it likes, after a first page.
+
+    An area is far larger than what will be in it: pages that nobody has touched cost nothing.
+    """
+
+    FRONT, AREA = 4096, 1 << 34
+
+    def __init__(self, workers: int, file: int | None = None) -> None:
+        self._size = self.FRONT + workers * self.AREA
+        self.file = os.memfd_create("dlab-desk") if file is None else file
+        if file is None:
+            os.truncate(self.file, self._size)
+        self._over = memoryview(mmap.mmap(self.file, self.FRONT)).cast("Q")[-1:]
+
+    @property
+    def over(self) -> bool:
+        """Is no worker left to be served?"""
+        return bool(self._over[0])
+
+    def end(self) -> None:
+        """For the parent: let servers return."""
+        self._over[0] = 1
+
+    def clear(self) -> None:
+        """All zeros again, and nothing kept; while no worker runs."""
+        os.truncate(self.file, 0)
+        os.truncate(self.file, self._size)
+
+    def map(self) -> memoryview:
+        """As this process sees it."""
+        return memoryview(mmap.mmap(self.file, self._size))
+
+
 class Board:
     """Knobs, a delay per rank, and an event ring per rank, in one anonymous shared-memory file."""
 

@@ -18,7 +18,7 @@ from dlab.processes.supervisor import Supervisor
 from dlab.processes.worker import TASK, Place
 
 _numbers = count(1)
-_shared: dict[int, Cluster] = {}
+_shared: dict[tuple[int, int], Cluster] = {}  # by workers and servers
 
 
 class Cluster:
@@ -31,7 +31,8 @@ class Cluster:
     The first one takes the time of one `import torch` (1-2 s); a run on a standing cluster takes milliseconds.
     `backend="auto"` is NCCL when there is a GPU for each worker, else gloo; "dlab" is this package's own, and
     `dlab.backend.using(my_ring)` that with your all-reduce in it. `threads` per worker: cores // workers.
-    `timeout` is torch.distributed's own, for a single collective, in seconds.
+    `timeout` is torch.distributed's own, for a single collective, in seconds. `servers` are processes of the same
+    kind that serve the workers of each run as parameter servers (`dlab.kvstore`); they are in no process group.
     """
 
     def __init__(
@@ -40,17 +41,21 @@ class Cluster:
         backend: str | using = "auto",
         threads: int | None = None,
         timeout: float | None = None,
+        servers: int = 0,
     ) -> None:
         if inside.is_worker():
             raise RuntimeError("a worker cannot have workers of its own: make the cluster in the notebook or script")
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"a cluster of {workers!r} workers is not possible: give a whole number, 1 or more")
+        if not isinstance(servers, int) or servers < 0:
+            raise ValueError(f"a cluster with {servers!r} servers is not possible: give a whole number, 0 or more")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads={threads!r} per worker is not possible: give a whole number, 1 or more")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = workers
+        self.workers, self.servers = workers, servers
         self.backend, plugin = _choose_backend(backend, workers)
-        self._supervisor = Supervisor(workers, self.backend, plugin, threads or max(1, cores // workers), timeout)
+        threads = threads or max(1, cores // workers)
+        self._supervisor = Supervisor(workers, servers, self.backend, plugin, threads, timeout)
         self._supervisor.start()
         self._close = weakref.finalize(self, self._supervisor.close)  # also when this process ends
         try:
@@ -76,7 +81,8 @@ class Cluster:
     def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
         """The same in the background: gives a `Run` at once.
 
-        A function with an attribute `survives` that is true goes on without ranks that have died, which give None.
+        A function with an attribute `survives` that is true goes on without ranks that have died, which give None; one
+        with an attribute `servers` needs a cluster with so many.
         """
         run = self._new_run(fn)
         try:
@@ -89,6 +95,11 @@ class Cluster:
     def _new_run(self, fn: Callable[..., Any]) -> Run:
         if not callable(fn):
             raise TypeError(f"cluster.run and cluster.start take a function first, not {fn!r}: write run(fn, …)")
+        if (servers := getattr(fn, "servers", 0)) > self.servers:
+            raise ValueError(
+                f"this needs {servers} servers and the cluster has {self.servers}: "
+                f"make it with dlab.Cluster({self.workers}, servers={servers})"
+            )
         name, survives = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "survives", False)
         return Run(self, next(_numbers), name, survives)
 
@@ -105,7 +116,7 @@ class Cluster:
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
+        """The workers' process ids, by rank, then the servers'."""
         return [worker.pid for worker in self._supervisor.workers]
 
     @property
@@ -124,14 +135,16 @@ class Cluster:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Cluster of {self.workers} workers on {self.backend}{', closed' if self.closed else ''}>"
+        servers = f" and {self.servers} servers" if self.servers else ""
+        return f"<Cluster of {self.workers} workers{servers} on {self.backend}{', closed' if self.closed else ''}>"
 
 
-def cluster(workers: int = 4) -> Cluster:
+def cluster(workers: int = 4, servers: int = 0) -> Cluster:
     """The shared warm cluster of this kernel: made once for each number of workers, reused by every cell."""
-    if workers not in _shared or _shared[workers].closed:
-        _shared[workers] = Cluster(workers)
-    return _shared[workers]
+    size = (workers, servers)
+    if size not in _shared or _shared[size].closed:
+        _shared[size] = Cluster(workers, servers=servers)
+    return _shared[size]
 
 
 def _choose_backend(backend: str | using, workers: int) -> tuple[str, using | None]:

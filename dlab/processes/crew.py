@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 from dlab.processes import errors, output, wire
-from dlab.processes.board import Board
+from dlab.processes.board import Board, Desk
 from dlab.processes.errors import Report
 from dlab.processes.forkserver import directory
 from dlab.processes.handle import Worker
@@ -38,6 +38,7 @@ class Crew:
         seats: list[Seat],
         timeout: float | None,
         board: Board,
+        desk: Desk,
         selector: selectors.BaseSelector,
         answered: Callable[[Worker, wire.Received], bool],
         died: Callable[[Worker], bool],
@@ -47,7 +48,7 @@ class Crew:
         self.came_up = threading.Event()  # for other threads: the first group stands, or never will
         self.lost: set[int] = set()  # ranks to be replaced between runs
         self.form_by = 0.0  # when who has not joined the group will be replaced
-        self._seats, self._timeout, self._board, self._selector = seats, timeout, board, selector
+        self._seats, self._timeout, self._board, self._desk, self._selector = seats, timeout, board, desk, selector
         self._answered, self._died, self._give_up = answered, died, give_up
         self._group = 0
         self._rendezvous = directory() / f"cluster-{next(_numbers)}"
@@ -58,7 +59,7 @@ class Crew:
     def form(self, fresh: list[int]) -> None:
         """Put new workers on these seats, and let all ranks form a new process group."""
         for rank in fresh:
-            worker = Worker(self._seats[rank], self._board)
+            worker = Worker(self._seats[rank], self._board, self._desk)
             self.workers[rank : rank + 1] = [worker]
             self._selector.register(worker.channel, selectors.EVENT_READ, lambda w=worker: self._on_message(w))
             self._selector.register(worker.process.sentinel, selectors.EVENT_READ, lambda w=worker: self._on_death(w))
@@ -87,7 +88,7 @@ class Crew:
             self.lost |= {worker.rank for worker in self.workers if worker.ready != self._group}
             self._false_starts += 1
             if self._false_starts >= STARTS:
-                names = errors.name_ranks(sorted(self.lost))
+                names = errors.name_ranks(sorted(self.lost), self._seats[0].ranks)
                 self._give_up(f"{names} did not join the group in {self._time_to_form:g} s, again and again")
 
     def replace_lost(self) -> None:
@@ -145,7 +146,8 @@ class Crew:
         self._lose_with_those_who_wait(worker)
         self._false_starts += worker.ready != self._group
         if self._false_starts >= STARTS:
-            self._give_up(str(errors.died(worker.rank, worker.process.exitcode, "again and again while it started")))
+            where = "again and again while it started"
+            self._give_up(str(errors.died(worker.rank, worker.process.exitcode, where, self._seats[0].ranks)))
 
     def _lose_with_those_who_wait(self, worker: Worker) -> None:
         """Replace it, and with it those that still wait for it in a group that will not come."""

@@ -92,14 +92,14 @@ def _rebuild(kind: type[WorkerError], text: str, ranks: list[int], trace: str) -
     return error
 
 
-def failed(ranks: Sequence[int], report: Report) -> WorkerError:
+def failed(ranks: Sequence[int], report: Report, workers: int) -> WorkerError:
     """The error for a function that raised."""
-    return WorkerError(f"{name_ranks(ranks)} failed: {report.message}", ranks, report.traceback())
+    return WorkerError(f"{name_ranks(ranks, workers)} failed: {report.message}", ranks, report.traceback())
 
 
-def died(rank: int, exitcode: int | None, where: str) -> WorkerError:
+def died(rank: int, exitcode: int | None, where: str, workers: int) -> WorkerError:
     """The error for a process that ended without a word."""
-    return WorkerError(f"rank {rank} {end_of(exitcode)} {where}", [rank])
+    return WorkerError(f"{name_ranks([rank], workers)} {end_of(exitcode)} {where}", [rank])
 
 
 def end_of(exitcode: int | None) -> str:
@@ -112,8 +112,15 @@ def end_of(exitcode: int | None) -> str:
         return f"was killed by signal {-exitcode}"
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def name_ranks(ranks: Sequence[int], workers: int | None = None) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`; those after the last of so many workers are servers: `rank 2 and server 0`."""
+    servers = [rank - workers for rank in ranks if workers is not None and rank >= workers]
+    ranks = ranks[: len(ranks) - len(servers)]
+    names = [_name(role, numbers) for role, numbers in (("rank", ranks), ("server", servers)) if numbers]
+    return " and ".join(names)
+
+
+def _name(role: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"{role} {numbers[0]}"
+    return f"{role}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

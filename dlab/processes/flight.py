@@ -55,15 +55,22 @@ class Flight:
 
     @property
     def over(self) -> bool:
-        """Has every rank come back or died?"""
-        return len(self.ended) == self.run.ranks
+        """Has every rank, and every server, come back or died?"""
+        return len(self.ended) == self.run.ranks + self.run.servers
+
+    @property
+    def alone(self) -> bool:
+        """Is no worker left for the servers?"""
+        return self.ended.issuperset(range(self.run.ranks))
 
     def signals(self, now: float) -> list[int]:
         """What to send to those who are still busy: nothing, an interruption, or, after a grace period, the end."""
-        if self.stop_at is None and (self.reports or (self.deaths and not self.run.survives)):
+        if self.stop_at is None and self.alone:
+            self.stop_at = now + GRACE  # those that have not noticed
+        if self.stop_at is None and (self.reports or self._losses()):
             only_gossip = not self.deaths and all(report.connection for report in self.reports.values())
             self.stop_at = now + (GOSSIP if only_gossip else TOGETHER)
-        if self.stop_at is not None and self.deaths:
+        if self.stop_at is not None and self._losses():
             self.stop_at = min(self.stop_at, now)
         if self.kill_at is not None:
             return [signal.SIGKILL] if now >= self.kill_at else []
@@ -71,6 +78,10 @@ class Flight:
             self.kill_at = now + GRACE
             return [STOP, signal.SIGCONT]  # in case it was paused
         return []
+
+    def _losses(self) -> dict[int, tuple[float, int | None]]:
+        """Those of the deaths that the run cannot do without: servers, and workers unless it survives that."""
+        return {rank: how for rank, how in self.deaths.items() if rank >= self.run.ranks or not self.run.survives}
 
     def next_deadline(self) -> float | None:
         """When `signals` may have something new to say."""
@@ -83,19 +94,22 @@ class Flight:
     def verdict(self) -> errors.WorkerError | None:
         """Who was it? Not those who were interrupted, nor, if anyone else did, those who lost a connection."""
         deaths = {rank: death for rank, death in self.deaths.items() if not self._by_us(*death)}
-        if self.run.survives and self.returned:
-            deaths = {}  # those who are left went on without them
+        if any(rank in self.returned for rank in range(self.run.ranks)):  # those who are left went on without them
+            deaths = {rank: death for rank, death in deaths.items() if rank in self._losses()}
         real = {rank: report for rank, report in self.reports.items() if report.kind != "Stopped"}
         direct = {rank: report for rank, report in real.items() if not report.connection}
         if direct and (not deaths or min(r.time for r in direct.values()) < min(when for when, _ in deaths.values())):
             real = direct
         elif deaths:
             rank, (_, code) = min(deaths.items(), key=lambda item: item[1][0])
-            return errors.died(rank, code, f"while it ran {self.run.name}; a new worker takes its place")
+            role = "worker" if rank < self.run.ranks else "server"
+            where = f"while it ran {self.run.name}; a new {role} takes its place"
+            return errors.died(rank, code, where, self.run.ranks)
         if not real:
             return None
         first = min(real.values(), key=lambda report: report.time)
-        return errors.failed(sorted(rank for rank, report in real.items() if report.message == first.message), first)
+        ranks = sorted(rank for rank, report in real.items() if report.message == first.message)
+        return errors.failed(ranks, first, self.run.ranks)
 
     def _by_us(self, when: float, exitcode: int | None) -> bool:
         return self.kill_at is not None and when >= self.kill_at and exitcode == -signal.SIGKILL

@@ -11,7 +11,8 @@ from multiprocessing.process import BaseProcess
 import torch.multiprocessing
 
 from dlab.processes import lifeline, output, wire
-from dlab.processes.board import Board
+from dlab.processes.board import Board, Desk
+from dlab.processes.errors import name_ranks
 from dlab.processes.forkserver import Popen, run_in_spawner
 from dlab.processes.worker import Place, Seat, main
 
@@ -38,7 +39,7 @@ class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  #
 class Worker:
     """A worker as the supervisor sees it."""
 
-    def __init__(self, seat: Seat, board: Board) -> None:
+    def __init__(self, seat: Seat, board: Board, desk: Desk) -> None:
         self.rank = seat.rank
         self.ready = 0  # the last group it has joined
         self.busy = False
@@ -47,13 +48,14 @@ class Worker:
         err, err_end = os.pipe()
         self.stack = os.memfd_create("dlab-stack")
         self.readers = (output.LineReader(self.rank, out), output.LineReader(self.rank, err))
-        self.process = WorkerProcess(target=main, args=(theirs,), name=f"dlab-rank-{self.rank}", daemon=True)
+        name = "dlab-" + name_ranks([seat.rank], seat.ranks).replace(" ", "-")
+        self.process = WorkerProcess(target=main, args=(theirs,), name=name, daemon=True)
         self._closed = False
         try:
             self.process.start()
             self.pid: int = self.process.pid  # known also when the process has gone
             with contextlib.suppress(OSError):  # it has died already: its sentinel tells
-                socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, board.file])
+                socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, board.file, desk.file])
                 with wire.Message(0, 0, (Place.here(), seat)) as message:
                     message.send(self.channel)
         finally:

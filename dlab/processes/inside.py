@@ -8,38 +8,66 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from dlab.processes.board import Board
+from dlab.processes.board import Board, Desk
 from dlab.transports import Recorder, TorchTransport, Transport, connect
 
+T = TypeVar("T")
+
+
+class Servers(NamedTuple):
+    """What joins the workers and the servers of a cluster, as one of them sees it; servers count on after workers."""
+
+    desk: Desk
+    rank: int
+    workers: int
+    servers: int
+
+
 _board: Board | None = None
+_servers: Servers | None = None
 _ring_rank = 0
 _device: torch.device | None = None
 _transport: Transport | None = None
 _declared: set[str] = set()
+_kept: dict[Callable[[], Any], Any] = {}
 _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
 
 
-def enter(board: Board, rank: int, device: torch.device) -> None:
+def enter(board: Board, rank: int, device: torch.device, servers: Servers) -> None:
     """Called once by the worker."""
-    global _board, _ring_rank, _device
-    _board, _ring_rank, _device = board, rank, device
+    global _board, _ring_rank, _device, _servers
+    _board, _ring_rank, _device, _servers = board, rank, device, servers
 
 
 def begin() -> None:
     """Called by the worker before each run: knobs are declared and wires laid anew."""
     global _transport
     _declared.clear()
+    _kept.clear()
     _transport = None
+
+
+def once(make: Callable[[], T]) -> T:
+    """What a function makes, made once in each run."""
+    if make not in _kept:
+        _kept[make] = make()
+    return _kept[make]
 
 
 def is_worker() -> bool:
     """Are we inside a worker of a cluster?"""
     return _board is not None
+
+
+def servers() -> Servers | None:
+    """The way to the servers of this cluster; None outside a worker, or if there are none."""
+    return _servers if _servers is not None and _servers.servers else None
 
 
 def rank() -> int:

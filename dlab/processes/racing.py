@@ -20,7 +20,9 @@ class Race:
         self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
         self._workers, self._stopped = workers, False
         self._error: Exception | None = None
-        self._clusters = [Cluster(workers) for _ in self._functions] if at_once else []
+        self._clusters = (
+            [Cluster(workers, servers=_servers(each)) for each in self._functions.values()] if at_once else []
+        )
         self._thread = threading.Thread(target=self._go, name="dlab-race", daemon=True)
         self._thread.start()
 
@@ -29,7 +31,7 @@ class Race:
             for number, (name, function) in enumerate(self._functions.items()):
                 if self._stopped:
                     return
-                on = self._clusters[number] if self._clusters else cluster(self._workers)
+                on = self._clusters[number] if self._clusters else cluster(self._workers, _servers(function))
                 self.runs[name] = on.start(function)
                 if not self._clusters:
                     self.runs[name]._done.wait()
@@ -76,6 +78,11 @@ class Race:
 
     def __repr__(self) -> str:
         return f"<Race of {', '.join([*self.runs, *(set(self._functions) - set(self.runs))])}: {self.state}>"
+
+
+def _servers(function: Callable[[], Any]) -> int:
+    """How many it needs."""
+    return getattr(function, "servers", 0)
 
 
 def race(contenders: Mapping[str, Run | Callable[[], Any]], workers: int = 4, at_once: bool = False) -> Race:

@@ -29,7 +29,7 @@ class Run:
         self._supervisor = cluster._supervisor
         self.number, self.name = number, name
         self.survives = survives  # does the function go on without ranks that have died?
-        self.ranks = cluster.workers
+        self.ranks, self.servers = cluster.workers, cluster.servers
         self.started = time.time()
         self.ended: float | None = None
         self.knobs: dict[str, Any] = {}
@@ -132,13 +132,13 @@ class Run:
         self._supervisor.pause(self, False)
 
     def kill(self, rank: int) -> None:
-        """Kill the process of one rank, as a crash would."""
-        self._check(rank)
+        """Kill the process of one rank, as a crash would. Servers count on after the workers."""
+        self._check(rank, self.ranks + self.servers)
         self._supervisor.kill(self, rank)
 
     def delay(self, rank: int, seconds: float) -> None:
         """Make a rank sleep this long at each `dlab.log`: a straggler. 0 ends it."""
-        self._check(rank)
+        self._check(rank, self.ranks)
         if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise ValueError(f"a delay of {seconds!r} s is not possible: give a number of seconds, 0 or more")
         self._supervisor.delay(self, rank, seconds)
@@ -149,9 +149,9 @@ class Run:
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
         self._supervisor.set_knobs(self, {**self.knobs, name: value})
 
-    def _check(self, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.ranks:
-            raise IndexError(f"there is no rank {rank}: this run has ranks 0 to {self.ranks - 1}")
+    def _check(self, rank: int, ranks: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < ranks:
+            raise IndexError(f"there is no rank {rank}: this run has ranks 0 to {ranks - 1}")
 
     # --- looking
 

@@ -18,7 +18,7 @@ from typing import Any
 from dlab.backend import using
 from dlab.events import Records, encode
 from dlab.processes import errors, output, stacks, wire
-from dlab.processes.board import Board
+from dlab.processes.board import Board, Desk
 from dlab.processes.crew import Crew
 from dlab.processes.errors import Report
 from dlab.processes.flight import Flight
@@ -31,20 +31,24 @@ EVENTS = 0.05  # seconds between two collections of events
 
 
 class Supervisor(threading.Thread):
-    """Starts `ranks` workers and looks after them until `close()`."""
+    """Starts `ranks` workers, and servers for them, and looks after them until `close()`."""
 
-    def __init__(self, ranks: int, backend: str, plugin: using | None, threads: int, timeout: float | None) -> None:
+    def __init__(
+        self, ranks: int, servers: int, backend: str, plugin: using | None, threads: int, timeout: float | None
+    ) -> None:
         super().__init__(name=f"dlab-supervisor-{ranks}", daemon=True)
         self.ranks = ranks
-        self.board = Board(ranks)
+        self.board = Board(ranks + servers)
+        self.desk = Desk(ranks)
         self.failed: str | None = None  # why the cluster cannot be used any more
         self._flight: Flight | None = None
         self._inbox = Inbox()
         self._selector = selectors.DefaultSelector()
         self._closing = False
-        seats = [Seat(rank, ranks, backend, plugin, threads) for rank in range(ranks)]
+        seats = [Seat(rank, ranks, servers, backend, plugin, threads) for rank in range(ranks + servers)]
         mine = (self._on_answer, self._on_death, self._give_up)
-        self._crew = Crew(seats, timeout, self.board, self._selector, *mine)
+        self._crew = Crew(seats, timeout, self.board, self.desk, self._selector, *mine)
+        self._everybody = range(len(seats))
         self.workers = self._crew.workers
 
     # --- asked by other threads
@@ -69,13 +73,14 @@ class Supervisor(threading.Thread):
                     "wait for it (run.wait()) or end it (run.stop()) first, or use another cluster"
                 )
             self.board.clear()
+            self.desk.clear()
             cell.claim_thread()
             self._flight = Flight(run)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
                     message.send(worker.channel)
                 worker.busy = True
-            run._note(range(self.ranks), "running")
+            run._note(self._everybody, "running")
 
         self._inbox.ask(begin)
 
@@ -135,7 +140,7 @@ class Supervisor(threading.Thread):
         def look() -> dict[int, stacks.Where]:
             if self._flight is None or self._flight.run is not run:
                 return {}
-            busy = [worker for worker in self._busy() if worker.process.exitcode is None]
+            busy = [worker for worker in self._busy() if worker.process.exitcode is None and worker.rank < self.ranks]
             files = {worker.rank: worker.stack for worker in busy}
             return stacks.ask(files, {worker.rank: worker.pid for worker in busy}, WHERE)
 
@@ -159,7 +164,7 @@ class Supervisor(threading.Thread):
         """Serve until closed; whatever happens, nobody is left waiting and no process is left behind."""
         try:
             self._selector.register(self._inbox.bell, selectors.EVENT_READ, self._inbox.hush)
-            self._crew.form(list(range(self.ranks)))
+            self._crew.form(list(self._everybody))
             while not self._closing:
                 for key, _ in self._selector.select(self._next_deadline()):
                     key.data()
@@ -188,6 +193,7 @@ class Supervisor(threading.Thread):
         self._inbox.close()
         self._selector.close()
         os.close(self.board.file)
+        os.close(self.desk.file)
         self._crew.came_up.set()
 
     def _may_begin(self) -> bool:
@@ -247,6 +253,8 @@ class Supervisor(threading.Thread):
         if flight is None:
             return
         self._collect_events()
+        if flight.alone:
+            self.desk.end()
         for number in flight.signals(time.monotonic()):
             for worker in self._busy():
                 worker.process.send_signal(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from dlab.backend import using
 from dlab.processes import inside, lifeline, wire
-from dlab.processes.board import Board
+from dlab.processes.board import Board, Desk
 from dlab.processes.errors import Report, Stopped
 
 # what the parent says
@@ -33,18 +34,26 @@ LEFT = 6  # instead of a result, or after a failure: this rank is no longer in t
 
 STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
 
+SERVE = "dlab.kvstore.serving"  # the module whose `serve` a server calls, with what the workers call
+
 namespace: dict[str, Any] = {"__name__": "__workers__", "__builtins__": __builtins__}  # what %%workers cells define
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place in its cluster."""
+    """A worker's place in its cluster, or a server's: these come after the workers, and are in no process group."""
 
     rank: int
-    ranks: int
+    ranks: int  # workers
+    servers: int
     backend: str
     plugin: using | None  # what makes the backend, if it is not one of torch's own
     threads: int
+
+    @property
+    def serves(self) -> bool:
+        """Is this a server's?"""
+        return self.rank >= self.ranks
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,8 @@ def main(channel: socket.socket) -> None:
     # a worker may start processes of its own, as DataLoader(num_workers=2) does; these go with it, too
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=lambda: lifeline.signal_on_parent_death(signal.SIGKILL))
-    _, files, _, _ = socket.recv_fds(channel, 1, 4)
-    if len(files) < 4:
+    _, files, _, _ = socket.recv_fds(channel, 1, 5)
+    if len(files) < 5:
         return  # the parent has gone
     _redirect(files[0], files[1])
     faulthandler.register(WHERE, file=files[2], all_threads=False)
@@ -98,7 +107,7 @@ def main(channel: socket.socket) -> None:
     if greeting is None:
         return
     _, seat = greeting.load(private=True)
-    Worker(seat, channel, Board(seat.ranks, files[3])).serve()
+    Worker(seat, channel, Board(seat.ranks + seat.servers, files[3]), Desk(seat.ranks, files[4])).serve()
 
 
 def _redirect(out: int, err: int) -> None:
@@ -118,16 +127,16 @@ def _open_streams() -> None:
 class Worker:
     """One rank."""
 
-    def __init__(self, seat: Seat, channel: socket.socket, board: Board) -> None:
+    def __init__(self, seat: Seat, channel: socket.socket, board: Board, desk: Desk) -> None:
         self.seat, self.channel, self.board = seat, channel, board
         self.running = False
         self.group: dist.ProcessGroup | None = None
         torch.set_num_threads(seat.threads)
         self.device = torch.device("cpu")
-        if seat.backend == "nccl":
+        if seat.backend == "nccl" and not seat.serves:
             self.device = torch.device("cuda", seat.rank)
             torch.cuda.set_device(self.device)
-        inside.enter(board, seat.rank, self.device)
+        inside.enter(board, seat.rank, self.device, inside.Servers(desk, seat.rank, seat.ranks, seat.servers))
         if seat.plugin is not None:
             seat.plugin.install(inside.emit)
         signal.signal(STOP, self._on_stop)
@@ -169,6 +178,8 @@ class Worker:
     def _perform(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside.begin()
         _open_streams()  # the function before may have replaced or closed them
+        if self.seat.serves:
+            return importlib.import_module(SERVE).serve(function, args, kwargs)
         return function(*args, **kwargs)
 
     def _pack(self, tag: int, number: int, value: Any) -> wire.Message:
@@ -182,6 +193,8 @@ class Worker:
 
     def _join(self, path: str, timeout: float | None) -> None:
         """Form the process group anew. The file is private to this cluster and to this group."""
+        if self.seat.serves:
+            return
         self._leave()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to a rank when it is first spoken to

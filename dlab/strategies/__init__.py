@@ -5,6 +5,17 @@ from dlab.strategies.averaging import ModelAveraging, nesterov
 from dlab.strategies.base import Strategy
 from dlab.strategies.ddp import DDP
 from dlab.strategies.flat import AllReduceSGD
+from dlab.strategies.server import ParameterServer
 from dlab.strategies.sync import SyncSGD
 
-__all__ = ["DDP", "AllReduceSGD", "AsyncSGD", "ModelAveraging", "Strategy", "SyncSGD", "VirtualClock", "nesterov"]
+__all__ = [
+    "DDP",
+    "AllReduceSGD",
+    "AsyncSGD",
+    "ModelAveraging",
+    "ParameterServer",
+    "Strategy",
+    "SyncSGD",
+    "VirtualClock",
+    "nesterov",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ class Strategy:
     so that a plain mean over ranks is the mean over all samples of the global batch.
     """
 
-    survives: ClassVar[bool] = False  # goes on by itself when a rank has died
+    survives: bool = False  # goes on by itself when a rank has died
+    servers: int = 0  # that it needs
 
     @property
     def elastic(self) -> bool:

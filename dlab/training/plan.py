@@ -105,6 +105,11 @@ class Training:
         """Does it go on without ranks that have died?"""
         return self.elastic or self.strategy.survives
 
+    @property
+    def servers(self) -> int:
+        """How many it needs."""
+        return self.strategy.servers
+
     def load(self) -> Samples:
         """The data to train on."""
         return mnist(train=True) if isinstance(self.data, str) else self.data

@@ -100,7 +100,8 @@ def train(
         elastic=elastic,
         resume=None if resume is None else Path(resume).absolute(),
     )
-    return (on or cluster(workers)).start(training).then(partial(collect, training))
+    on = on or cluster(workers, training.servers)
+    return on.start(training).then(partial(collect, training))
 
 
 def collect(training: Training, shares: list[Share | None]) -> Result | None:

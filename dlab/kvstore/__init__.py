@@ -1,0 +1,53 @@
+"""KVStore and parameter servers: weights live with servers, workers push gradients and pull weights.
+
+Taught in `05_parameter_server.ipynb` and `06_gradient_compression.ipynb`.
+"""
+
+from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit, compression
+from dlab.kvstore.distributed import DistStore
+from dlab.kvstore.placement import BIG, Part, place
+from dlab.kvstore.store import DeviceSyncStore, KVStore, LocalStore
+from dlab.kvstore.updates import OPTIMIZERS, recipe
+
+__all__ = [
+    "BIG",
+    "OPTIMIZERS",
+    "TYPES",
+    "BFloat16",
+    "Compression",
+    "KVStore",
+    "OneBit",
+    "Part",
+    "TopK",
+    "TwoBit",
+    "compression",
+    "create",
+    "place",
+    "recipe",
+]
+
+TYPES: dict[str, type[LocalStore] | type[DistStore]] = {
+    "local": LocalStore,
+    "device": LocalStore,
+    "dist_sync": DistStore,
+    "dist_device_sync": DeviceSyncStore,
+    "dist_async": DistStore,
+}
+
+
+def create(type: str = "local") -> KVStore:
+    """A store of one of five types; every worker must call it.
+
+    `local` and `device`: in this process. `dist_sync`: on servers, which wait for the gradients of all workers, so n
+    workers with batches of b learn as one with a batch of n * b. `dist_async`: on servers, which update as soon as a
+    gradient has come, one after another. `dist_device_sync`: as `dist_sync`, but added up and updated on the workers'
+    own devices, by all-reduce. A cluster has servers if it was made with them: `dlab.Cluster(4, servers=2)`.
+
+    >>> kv = dlab.kvstore.create("dist_sync")
+    >>> kv.init("w", torch.ones(3))
+    >>> kv.push("w", gradient)
+    >>> kv.pull("w", out=weight)
+    """
+    if type not in TYPES:
+        raise ValueError(f"there is no store of type {type!r}: use {', '.join(map(repr, TYPES))}")
+    return TYPES[type](type)

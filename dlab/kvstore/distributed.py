@@ -1,0 +1,294 @@
+"""A key-value store on servers: what a worker pushes and pulls goes to the servers that keep its keys.
+
+Taught in `05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, count
+from typing import Any
+
+import torch
+
+from dlab.kvstore.lines import DEPTH, Lines, Op, Place, Queue
+from dlab.kvstore.placement import BIG, Key, Part, place
+from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, lay_rows
+from dlab.kvstore.serving import digest_of, lines
+from dlab.kvstore.store import KVStore, add_up
+from dlab.kvstore.updates import Optimizing, Updater
+from dlab.processes.inside import emit, once, servers, transport
+
+AT_ONCE = 1  # the bound of a push that waits for nobody
+
+
+class Shelf:
+    """A part of a key as a worker sees it: where to lay things down for the server that keeps it."""
+
+    def __init__(self, part: Part, number: int, place: Place) -> None:
+        self.part, self.number, self.place = part, number, place
+        self.pushes = 0
+
+
+class DistStore(KVStore):
+    """`dist_sync` and `dist_async`."""
+
+    def __init__(self, type: str, timeout: float = 600.0) -> None:
+        super().__init__(type)
+        self._lines, self._numbers, self._shelved = once(_way_to_servers)
+        self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
+        self._timeout, self._number = timeout, next(self._numbers)
+        self._bound = AT_ONCE if type.endswith("_async") else ROUND
+        self._shelves: dict[Key, list[Shelf]] = {}
+        self._rows: dict[Key, int] = {}  # elements of a row, of keys that are not cut within rows
+        self._updates = False  # is there an updater?
+        self.big = BIG  # elements of a key that is cut over all servers
+
+    def barrier(self) -> None:
+        """Wait for all workers, and until servers have taken in what they have pushed."""
+        for server, queue in enumerate(self._lines.queues):
+            self._wait(server, queue.posted, "take its requests")
+        transport().barrier()
+
+    @property
+    def parts(self) -> list[Part]:
+        """Which server keeps what."""
+        return [shelf.part for shelves in self._shelves.values() for shelf in shelves]
+
+    # keys
+
+    def _init(self, key: Key, value: torch.Tensor, rows: bool) -> None:
+        flat, row, shelves = value.reshape(-1), value[0].numel() if rows else 1, []
+        for part in place(key, value.numel(), self.num_servers, self.big, row):
+            count = part.end - part.begin
+            shape = (count // row, *value.shape[1:]) if rows else value.shape if count == value.numel() else (count,)
+            found, offset = self._lines.place(count, value.dtype, shape[0] if shape else 0)
+            if self.rank == 0:
+                found.value.copy_(flat[part.begin : part.end])
+            told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
+            self._tell(part.server, Op.INIT, told | {"dtype": str(value.dtype).removeprefix("torch.")})
+            shelves.append(Shelf(part, self._shelved[part.server], found))
+            self._shelved[part.server] += 1
+        self._shelves[key] = shelves
+        if rows or len(shelves) == 1:
+            self._rows[key] = value[0].numel() if value.ndim else 1
+
+    def _use(self, updater: Updater, told: dict[str, Any]) -> None:
+        if not isinstance(updater, Optimizing):
+            told = {"updater": (updater.__name__, digest_of(updater))}
+        self._tell_all(told)
+        self._updates = True
+
+    def _compress(self, params: Mapping[str, Any] | str) -> None:
+        self._tell_all({"compression": params})
+
+    def turn(self, **numbers: float) -> None:
+        """Change numbers of the optimizer, such as its learning rate, from now on; one worker is enough."""
+        for server in range(self.num_servers):
+            self._tell(server, Op.SET, {"store": self._number, "turn": numbers})
+
+    def _tell_all(self, what: dict[str, Any]) -> None:
+        """All servers, by rank 0; nobody goes on before they know."""
+        if self.rank == 0:
+            for server in range(self.num_servers):
+                self._tell(server, Op.SET, {"store": self._number, **what})
+        self.barrier()
+
+    # pushing and pulling
+
+    def _push(self, key: Key, gradients: list[torch.Tensor]) -> None:
+        if self._bound != ROUND and not self._updates:
+            raise RuntimeError(
+                "an asynchronous store needs to know what to do with a gradient: "
+                "call kv.set_optimizer('sgd', lr=0.1) or kv.set_updater(function) first"
+            )
+        total = add_up(gradients)
+        for shelf, numbers, part in self._cut(key, total):
+            start = time.time()
+            self._wait_until_applied(shelf)
+            self._hand_in(key, shelf, self._bound, start, *self._lay(key, shelf, part, numbers))
+
+    def _hand_in(self, key: Key, shelf: Shelf, bound: int, start: float, kind: int, rows: int, nbytes: int) -> None:
+        self._queue(shelf).post(Op.PUSH, shelf.number, kind, rows, bound)
+        shelf.pushes += 1
+        self._record("push", key, shelf, nbytes, start, to_server=True)
+
+    def _cut(self, key: Key, total: torch.Tensor) -> Iterator[tuple[Shelf, torch.Tensor | None, torch.Tensor]]:
+        """A piece for each part of the key; of a sparse one its rows, with their numbers there."""
+        if not total.is_sparse:
+            flat = total.reshape(-1)
+            for shelf in self._shelves[key]:
+                yield shelf, None, flat[shelf.part.begin : shelf.part.end]
+            return
+        self._row(key)
+        total = total.coalesce()
+        numbers, values = total.indices()[0], total.values()
+        for shelf, here, inside in self._by_rows(key, numbers):
+            yield shelf, inside, values[here]
+
+    def _by_rows(self, key: Key, numbers: torch.Tensor) -> Iterator[tuple[Shelf, torch.Tensor, torch.Tensor]]:
+        """For each part: which of these rows are in it, and their numbers there."""
+        row = self._row(key)
+        for shelf in self._shelves[key]:
+            first, last = shelf.part.begin // row, shelf.part.end // row
+            here = (numbers >= first) & (numbers < last)
+            yield shelf, here, numbers[here] - first
+
+    def _row(self, key: Key) -> int:
+        if key not in self._rows:
+            raise ValueError(
+                f"key {key!r} is cut over {self.num_servers} servers within its rows: "
+                f"call kv.init({key!r}, value, rows=True) to have it cut between them"
+            )
+        return self._rows[key]
+
+    def _lay(self, key: Key, shelf: Shelf, part: torch.Tensor, numbers: torch.Tensor | None) -> tuple[int, int, int]:
+        """Put it where the server will read it: how, how many rows, how many bytes."""
+        if numbers is not None:
+            lay_rows(shelf.place, numbers, part)
+            return ROWS, len(numbers), 8 * len(numbers) + part.numel() * part.element_size()
+        if self._compression is not None:
+            nbytes = self._compression.nbytes(len(part))
+            self._code(key, self._shelves[key].index(shelf), part, shelf.place.raw[:nbytes])
+            return CODED, 0, nbytes
+        if part.data_ptr() != shelf.place.gradient.data_ptr():
+            shelf.place.gradient.copy_(part)
+        return DENSE, 0, part.numel() * part.element_size()
+
+    def _pull(self, key: Key, targets: list[torch.Tensor]) -> None:
+        start = time.time()
+        asked = [(shelf, self._post(shelf, DENSE, 0)) for shelf in self._shelves[key]]
+        for shelf, number in asked:
+            self._wait(shelf.part.server, number, f"answer its pull of key {key!r}")
+            part = slice(shelf.part.begin, shelf.part.end)
+            for target in targets:
+                if target.data_ptr() != shelf.place.value.data_ptr():
+                    _flat(target)[part].copy_(shelf.place.value)
+            self._record("pull", key, shelf, shelf.place.value.nbytes, start, to_server=False)
+
+    def _pull_rows(self, key: Key, rows: torch.Tensor, out: torch.Tensor) -> None:
+        distinct, where = rows.unique(return_inverse=True)
+        found = out.new_empty(len(distinct), *out.shape[1:])
+        for shelf, here, numbers in self._by_rows(key, distinct):
+            if not len(numbers):
+                continue
+            start = time.time()
+            self._wait_until_applied(shelf)  # the numbers go where a gradient may still be
+            lay_rows(shelf.place, numbers, None)
+            asked = self._post(shelf, ROWS, len(numbers))
+            self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
+            got = shelf.place.value[: len(numbers) * self._row(key)]
+            found[here] = got.view(len(numbers), *out.shape[1:])
+            self._record("pull", key, shelf, got.nbytes + 8 * len(numbers), start, to_server=False)
+        out.copy_(found[where])
+
+    # for strategies, which know what they do
+
+    def settle_in(self, key: Key, value: torch.Tensor) -> torch.Tensor:
+        """Where to pull a key's value into: where the server writes it, if there is only one; else `value`."""
+        (shelf, *others) = self._shelves[key]
+        if others:
+            return value
+        shelf.place.value.copy_(value)
+        return shelf.place.value
+
+    def push_pieces(self, key: Key, pieces: Sequence[torch.Tensor], bound: int) -> None:
+        """Push a gradient that comes in flat pieces, one after another, each copied once."""
+        ends = list(accumulate(map(len, pieces)))
+        for shelf in self._shelves[key]:
+            start = time.time()
+            self._wait_until_applied(shelf)
+            begin, end = shelf.part.begin, shelf.part.end
+            some = [
+                piece[max(0, begin - last + len(piece)) : len(piece) - max(0, last - end)]
+                for piece, last in zip(pieces, ends, strict=True)
+                if last > begin and last - len(piece) < end
+            ]
+            if self._compression is None:
+                torch.cat(some, out=shelf.place.gradient)
+                laid = DENSE, 0, shelf.place.gradient.nbytes
+            else:
+                laid = self._lay(key, shelf, torch.cat(some), None)
+            self._hand_in(key, shelf, bound, start, *laid)
+
+    def staleness(self, key: Key) -> list[int]:
+        """Of the last push, by the server of each part: updates between the pull that it was computed on and it."""
+        return [shelf.place.staleness for shelf in self._shelves[key]]
+
+    def clock(self, clock: int, bound: int | None) -> int:
+        """Begin step number `clock`, as soon as nobody who lives is more than `bound` steps behind; None is any."""
+        number = self._lines.queues[0].post(Op.CLOCK, 0, clock, -1 if bound is None else bound)
+        self._wait(0, number, f"let it begin step {clock}")
+        return self._lines.queues[0].reply(number)
+
+    def meet(self, clock: int) -> list[int]:
+        """A barrier of all workers that live, after which all that they have pushed is in the values; gives them."""
+        for shelves in self._shelves.values():
+            for shelf in shelves:
+                self._wait_until_applied(shelf)
+        alive = self.clock(clock, 0)
+        return [worker for worker in range(self.num_workers) if alive >> worker & 1]
+
+    # asking and waiting
+
+    def _queue(self, shelf: Shelf) -> Queue:
+        """With room for one more request."""
+        queue = self._lines.queues[shelf.part.server]
+        if queue.posted - queue.served >= DEPTH:
+            self._wait(shelf.part.server, queue.posted - DEPTH + 1, "take its requests")
+        return queue
+
+    def _post(self, shelf: Shelf, kind: int, rows: int) -> int:
+        return self._queue(shelf).post(Op.PULL, shelf.number, kind, rows)
+
+    def _tell(self, server: int, op: Op, what: dict[str, Any]) -> None:
+        queue = self._lines.queues[server]
+        self._wait(server, queue.posted, "take its requests")  # the text of the last one is still there
+        queue.write(what)
+        self._wait(server, queue.post(op, 0), f"take in {what}")
+
+    def _wait(self, server: int, number: int, what: str) -> None:
+        queue = self._lines.queues[server]
+        if queue.served >= number:
+            return
+        wait = self._patience(server, what)
+        while queue.served < number:
+            wait()
+
+    def _wait_until_applied(self, shelf: Shelf) -> None:
+        if shelf.place.applied < shelf.pushes:
+            wait = self._patience(shelf.part.server, f"apply its last push to key {shelf.part.key!r}")
+            while shelf.place.applied < shelf.pushes:
+                wait()
+
+    def _patience(self, server: int, what: str) -> Any:
+        return self._lines.patience(
+            self.num_workers + server, f"rank {self.rank} has waited for server {server} to {what}", self._timeout
+        )
+
+    def _record(self, phase: str, key: Key, shelf: Shelf, nbytes: int, start: float, to_server: bool) -> None:
+        """As a message between this worker and the server."""
+        ends = (self.rank, self.num_workers + shelf.part.server)
+        source, destination = ends if to_server else ends[::-1]
+        message = {"source": source, "destination": destination, "bytes": nbytes, "start": start, "end": time.time()}
+        emit("message", {**message, "phase": f"{phase} {key}", "step": shelf.pushes, "round": shelf.pushes})
+
+
+def _way_to_servers() -> tuple[Lines, Iterator[int], list[int]]:
+    """The lines of this worker, numbers for its stores, and how many parts it has told each server of."""
+    here = servers()
+    if here is None:
+        raise RuntimeError(
+            "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
+            "in a function that its workers run"
+        )
+    return lines(here), count(), [0] * here.servers
+
+
+def _flat(target: torch.Tensor) -> torch.Tensor:
+    """A view of all its elements, also of a parameter that needs gradients."""
+    target = target.detach()
+    if not target.is_contiguous():
+        raise ValueError("a value can be pulled into a contiguous tensor only: call .contiguous() first")
+    return target.view(-1)

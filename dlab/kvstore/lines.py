@@ -1,0 +1,174 @@
+"""Lines between workers and servers of one host: a queue of requests for each pair, and tensors where both see them.
+
+A worker lays a gradient down in its own area and asks; the server reads it there, and lays the new weights down in the
+worker's area: one copy each way, no system call. Taught in `05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+from dlab.transports.patience import Patience, Peers
+
+DEPTH = 256  # requests in a queue
+TEXT = 1 << 16  # bytes for what is not a number
+_WORDS = 8  # in a request
+_LINE = 64
+_QUEUE = 2 * _LINE + 8 * _WORDS * DEPTH + TEXT
+_PAGE = 4096
+
+
+class Op(IntEnum):
+    """What a worker may ask for."""
+
+    INIT = 1  # keep this key (in the text) and show me where to lay what
+    PUSH = 2
+    PULL = 3
+    PUSH_PULL = 4
+    SET = 5  # an optimizer, a compression, a learning rate (in the text)
+    CLOCK = 6  # I begin step n: let me wait until nobody is too far behind
+
+
+class Request(NamedTuple):
+    """One of them, with its numbers."""
+
+    op: Op
+    part: int  # as this worker counts them, in the order of its INITs
+    numbers: tuple[int, ...]
+
+
+class Queue:
+    """Requests of one worker to one server, answered in order. One side posts, the other serves."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._posted, self._served = memory[:_LINE].cast("Q"), memory[_LINE : 2 * _LINE].cast("Q")
+        self._words = memory[2 * _LINE : _QUEUE - TEXT].cast("q")
+        self._text = memory[_QUEUE - TEXT : _QUEUE]
+
+    @property
+    def posted(self) -> int:
+        """How many there ever were."""
+        return self._posted[0]
+
+    @property
+    def served(self) -> int:
+        """How many of them are answered."""
+        return self._served[0]
+
+    def post(self, op: Op, part: int, *numbers: int) -> int:
+        """For the worker: ask, and get the number that `served` will reach. There must be room."""
+        number = self._posted[0]
+        start = number % DEPTH * _WORDS
+        for place, word in enumerate((op, part, len(numbers), *numbers), start):
+            self._words[place] = word
+        self._posted[0] = number + 1  # last: who sees it sees the request (x86 keeps the order of stores)
+        return number + 1
+
+    def head(self) -> Request | None:
+        """For the server: the oldest that is not answered."""
+        number = self._served[0]
+        if number == self._posted[0]:
+            return None
+        start = number % DEPTH * _WORDS
+        op, part, count, *numbers = self._words[start : start + _WORDS].tolist()
+        return Request(Op(op), part, tuple(numbers[:count]))
+
+    def change(self, op: Op) -> None:
+        """For the server: the oldest is half done, and this is what is left of it."""
+        self._words[self._served[0] % DEPTH * _WORDS] = op
+
+    def serve(self, reply: int = 0) -> None:
+        """For the server: it is answered, perhaps with a number."""
+        self._words[(self._served[0] % DEPTH + 1) * _WORDS - 1] = reply
+        self._served[0] += 1
+
+    def reply(self, number: int) -> int:
+        """For the worker: what the server has answered to a request that is served, soon after it was."""
+        return self._words[((number - 1) % DEPTH + 1) * _WORDS - 1]
+
+    def write(self, content: Any) -> None:
+        """Text, for a request that has some. Only one such may be under way."""
+        text = json.dumps(content).encode()
+        if len(text) > TEXT - 8:
+            raise ValueError(f"{len(text)} bytes of text are too many for a server: there is room for {TEXT - 8}")
+        self._text[:8] = len(text).to_bytes(8, "little")
+        self._text[8 : 8 + len(text)] = text
+
+    def read(self) -> Any:
+        """The other end of `write`."""
+        return json.loads(bytes(self._text[8 : 8 + int.from_bytes(self._text[:8], "little")]))
+
+
+class Place:
+    """Where a worker and a server lay down tensors of one part of one key for each other.
+
+    `applied` counts the pushes that are in the weights: only then may the worker lay down the next gradient.
+    """
+
+    def __init__(self, memory: memoryview, offset: int, count: int, dtype: torch.dtype, rows: int) -> None:
+        self._numbers = memory[offset : offset + _LINE].cast("Q")
+        nbytes = max(1, count * dtype.itemsize)
+        gradient = offset + _PAGE
+        self.value_at = gradient + _pages(room_for_gradient(count, dtype, rows))
+        self.end = self.value_at + _pages(nbytes)
+        self.raw = torch.frombuffer(memory, dtype=torch.uint8, count=self.value_at - gradient, offset=gradient)
+        self.gradient = self.raw[: count * dtype.itemsize].view(dtype)
+        self.value = torch.frombuffer(memory, dtype=dtype, count=max(1, count), offset=self.value_at)[:count]
+
+    @property
+    def applied(self) -> int:
+        """Pushes that the server is through with."""
+        return self._numbers[0]
+
+    @property
+    def staleness(self) -> int:
+        """Of the last of them: updates by others between the pull that it was computed on and itself."""
+        return self._numbers[1]
+
+    def apply(self, staleness: int) -> None:
+        """For the server: one more."""
+        self._numbers[1] = staleness
+        self._numbers[0] += 1
+
+
+def room_for_gradient(count: int, dtype: torch.dtype, rows: int) -> int:
+    """Bytes: as it is, or as some of its rows with their numbers."""
+    return max(1, count * dtype.itemsize + 8 * rows)
+
+
+class Lines:
+    """All lines of one worker, or of one server: `queues` by the number of the other side."""
+
+    def __init__(self, memory: memoryview, front: int, area: int, rank: int, workers: int, servers: int) -> None:
+        self.rank, self.workers, self.servers = rank, workers, servers
+        self.memory = memory
+        self.peers = Peers(memory[: 8 * (workers + servers)].cast("Q"), rank)
+        self._areas = [front + worker * area for worker in range(workers)]
+        if rank < workers:
+            self.queues = [self._queue(rank, server) for server in range(servers)]
+            self._free = self._areas[rank] + _pages(servers * _QUEUE)
+        else:
+            self.queues = [self._queue(worker, rank - workers) for worker in range(workers)]
+
+    def _queue(self, worker: int, server: int) -> Queue:
+        start = self._areas[worker] + server * _QUEUE
+        return Queue(self.memory[start : start + _QUEUE])
+
+    def place(self, count: int, dtype: torch.dtype, rows: int) -> tuple[Place, int]:
+        """For the worker: room in its area; and where it is, for the server."""
+        offset = self._free
+        found = Place(self.memory, offset, count, dtype, rows)
+        self._free = found.end
+        return found, offset
+
+    def patience(self, other: int, what: str, timeout: float) -> Patience:
+        """To wait for one of the others, by its number among all."""
+        return Patience(self.peers, timeout, lambda: (other, what))
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,43 @@
+"""Which server keeps which key: small ones whole, each on one server; large ones cut over all of them.
+
+Taught in `05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from math import floor
+from typing import NamedTuple
+
+Key = int | str
+BIG = 1_000_000  # elements: a key with as many or more is cut
+_SPREAD = 9973  # a prime, so that keys that follow each other do not all meet on one server
+
+
+class Part(NamedTuple):
+    """Elements begin to end of a key, and the server that keeps them."""
+
+    key: Key
+    server: int
+    begin: int
+    end: int
+
+
+def place(key: Key, count: int, servers: int, big: int = BIG, row: int = 1) -> list[Part]:
+    """The parts of a key with so many elements; cut between rows of `row` elements.
+
+    >>> place(3, 1000, servers=2)
+    [Part(key=3, server=1, begin=0, end=1000)]
+    >>> [part.end - part.begin for part in place(0, 1211 * 1211, servers=2)]
+    [733261, 733260]
+    """
+    if count < big or servers == 1:
+        return [Part(key, server_of(key, servers), 0, count)]
+    cuts = [floor(count // row / servers * number + 0.5) * row for number in range(servers + 1)]  # halves go up
+    return [Part(key, server, cuts[server], cuts[server + 1]) for server in range(servers)]
+
+
+def server_of(key: Key, servers: int) -> int:
+    """Of a key that is not cut. A name counts as the number that its letters make, the same in every process."""
+    number = key if isinstance(key, int) else zlib.crc32(key.encode())
+    return number * _SPREAD % servers

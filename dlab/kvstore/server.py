@@ -1,0 +1,264 @@
+"""A server: it keeps weights, applies gradients to them one at a time, and hands them out.
+
+One thread serves one request after another, so no update can tear another. A request that cannot be answered yet stays
+at the head of its worker's queue: in a round, the pull of a worker waits until the gradients of all have come. Taught
+in `05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dlab.kvstore.compression import Compression, compression
+from dlab.kvstore.lines import Lines, Op, Place, Queue, Request
+from dlab.kvstore.placement import Key
+from dlab.kvstore.updates import Optimizing, Updater
+from dlab.transports.patience import ASK, Patience
+
+DENSE, CODED, ROWS = range(3)  # how a gradient is laid down: as it is, compressed, or some rows of it
+ROUND = 0  # the bound of a push that waits for those of all workers; others are applied as they come
+
+
+@dataclass
+class Store:
+    """What holds for all keys of one KVStore."""
+
+    updater: Updater | None = None  # without one, the sum of a round replaces the value
+    compression: Compression | None = None
+
+
+@dataclass
+class Held:
+    """A part of a key: its weights, and where each worker lays down what belongs to it."""
+
+    key: Key
+    store: Store
+    shape: tuple[int, ...]
+    value: torch.Tensor | None = None  # until rank 0 has given it
+    places: dict[int, Place] = field(default_factory=dict)
+    laid: dict[int, tuple[int, int]] = field(default_factory=dict)  # of this round, by worker: kind, rows
+    version: int = 0  # updates so far
+    seen: dict[int, int] = field(default_factory=dict)  # by worker: the version that it pulled last
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The weights."""
+        assert self.value is not None
+        return self.value
+
+
+class Server:
+    """Serves the workers at the other ends of these lines until it is stopped.
+
+    `find(name, digest)` gives the function of this name that the parent has sent, if it has this digest.
+    """
+
+    def __init__(self, lines: Lines, find: Callable[[str, str], Updater]) -> None:
+        self._lines, self._find = lines, find
+        self._stores: dict[int, Store] = {}
+        self._parts: list[list[Held]] = [[] for _ in range(lines.workers)]  # as each worker counts them
+        self._held: dict[tuple[int, Key, int], Held] = {}  # by store, key, and where the part begins
+        self._clocks = [0] * lines.workers
+        self._meeting = (-1, 0)  # the clock that somebody was let begin last, and who lived then
+        self._alive = set(range(lines.workers))
+        self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._looked = time.monotonic()
+        self.updates = 0
+
+    def serve(self, over: Callable[[], bool]) -> None:
+        """Until it is over."""
+        idle = Patience(self._lines.peers, float("inf"), lambda: (self._lines.rank, ""))
+        while not over():
+            served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._lines.queues)]
+            if any(served):
+                idle.reset()
+            else:
+                idle()
+                self._look_around()
+
+    def _serve_some(self, worker: int, queue: Queue) -> bool:
+        """What this worker asks for, as far as it can be answered; was it anything?"""
+        found = False
+        while (request := queue.head()) is not None and self._answer(worker, queue, request):
+            queue.serve(reply=self._present(request.numbers[0]) if request.op == Op.CLOCK else 0)
+            found = True
+        return found
+
+    def _look_around(self) -> None:
+        """Now and then: who is dead is not waited for."""
+        now = time.monotonic()
+        if now < self._looked + ASK:
+            return
+        self._looked = now
+        alive = set(self._lines.peers.alive())
+        if self._alive - alive:
+            self._alive &= alive
+            for held in self._held.values():
+                self._close_round(held)
+
+    def _answer(self, worker: int, queue: Queue, request: Request) -> bool:
+        """Do what is asked; False if it cannot be done yet."""
+        if request.op == Op.INIT:
+            self._init(worker, queue.read())
+        elif request.op == Op.SET:
+            self._set(queue.read())
+        elif request.op == Op.CLOCK:
+            return self._may_begin(worker, *request.numbers)
+        else:
+            held = self._parts[worker][request.part]
+            if request.op in (Op.PUSH, Op.PUSH_PULL):
+                if not self._push(worker, held, *request.numbers):
+                    return False
+                if request.op == Op.PUSH_PULL:
+                    queue.change(Op.PULL)
+            if request.op in (Op.PULL, Op.PUSH_PULL):
+                return self._pull(worker, held, request.numbers[1] if request.numbers[0] == ROWS else None)
+        return True
+
+    # keys
+
+    def _init(self, worker: int, what: dict[str, Any]) -> None:
+        """Only rank 0's value counts."""
+        name = (what["store"], what["key"], what["begin"])
+        if name not in self._held:
+            store = self._stores.setdefault(what["store"], Store())
+            self._held[name] = Held(what["key"], store, tuple(what["shape"]))
+        held = self._held[name]
+        dtype: torch.dtype = getattr(torch, what["dtype"])
+        count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
+        place = held.places[worker] = Place(self._lines.memory, what["place"], count, dtype, rows)
+        if worker == 0:
+            held.value = place.value.clone().view(held.shape)
+        self._parts[worker].append(held)
+
+    def _set(self, what: dict[str, Any]) -> None:
+        store = self._stores.setdefault(what["store"], Store())
+        if "optimizer" in what:
+            store.updater = Optimizing(what["optimizer"])
+        if "updater" in what:
+            store.updater = self._find(*what["updater"])
+        if "compression" in what:
+            store.compression = compression(what["compression"])
+        if "turn" in what and isinstance(store.updater, Optimizing):
+            store.updater.turn(**what["turn"])
+
+    # pushing and pulling
+
+    def _push(self, worker: int, held: Held, kind: int, rows: int, bound: int) -> bool:
+        if worker in held.laid or held.value is None:
+            return False  # its gradient of the last round is still there
+        held.laid[worker] = (kind, rows)
+        if bound == ROUND:
+            self._close_round(held)
+        else:
+            for other in sorted(held.laid):
+                self._apply(held, [other])
+        return True
+
+    def _close_round(self, held: Held) -> None:
+        if held.laid and self._alive <= held.laid.keys():
+            self._apply(held, sorted(held.laid))  # in the order of ranks: the same bits every time
+
+    def _apply(self, held: Held, workers: list[int]) -> None:
+        """One update with the sum of what these workers have laid down."""
+        total = self._total(held, workers)
+        if held.store.updater is None:
+            held.stored.copy_(_dense(total))
+        else:
+            fits = isinstance(held.store.updater, Optimizing) and held.store.updater.takes_rows
+            held.store.updater(held.key, total if fits else _dense(total), held.stored)
+        for worker in workers:
+            del held.laid[worker]
+            held.places[worker].apply(held.version - held.seen.get(worker, 0))
+        held.version += 1
+        self.updates += 1
+
+    def _total(self, held: Held, workers: list[int]) -> torch.Tensor:
+        first, *others = workers
+        total = self._gradient(held, first)
+        if not others:
+            return total
+        if all(held.laid[worker][0] == ROWS for worker in workers):
+            return sum((self._gradient(held, other) for other in others), total).coalesce()
+        room = self._room(held.stored, 0)
+        room.copy_(_dense(total))
+        for other in others:
+            room += _dense(self._gradient(held, other))
+        return room
+
+    def _gradient(self, held: Held, worker: int) -> torch.Tensor:
+        """What a worker has laid down, in the shape of the weights; what was decoded is valid until the next one."""
+        (kind, rows), place = held.laid[worker], held.places[worker]
+        if kind == DENSE:
+            return place.gradient.view(held.shape)
+        if kind == ROWS:
+            return read_rows(place, rows, held.shape)
+        assert held.store.compression is not None
+        out = self._room(held.stored, 1)
+        held.store.compression.decode(place.raw[: held.store.compression.nbytes(out.numel())], out.view(-1))
+        return out
+
+    def _room(self, like: torch.Tensor, number: int) -> torch.Tensor:
+        """Memory to add up in, used again and again."""
+        rooms = self._scratch.setdefault((like.numel(), like.dtype), [])
+        while len(rooms) <= number:
+            rooms.append(torch.empty(like.numel(), dtype=like.dtype))
+        return rooms[number].view(like.shape)
+
+    def _pull(self, worker: int, held: Held, rows: int | None) -> bool:
+        """The weights, with all that this worker has pushed."""
+        if held.value is None or worker in held.laid:
+            return False
+        place = held.places[worker]
+        if rows is None:
+            place.value.copy_(held.value.view(-1))
+        else:
+            numbers = place.raw[: 8 * rows].view(torch.int64)
+            columns = held.value.shape[1:].numel()
+            torch.index_select(
+                held.value.view(-1, columns), 0, numbers, out=place.value[: rows * columns].view(rows, columns)
+            )
+        held.seen[worker] = held.version
+        return True
+
+    # bounded staleness
+
+    def _may_begin(self, worker: int, clock: int, bound: int) -> bool:
+        """May a worker begin its step number `clock`? Only if nobody who lives is more than `bound` steps behind.
+
+        The answer tells who lives, a bit for each worker: all who meet at the same clock get the same.
+        """
+        self._clocks[worker] = clock
+        return bound < 0 or clock - min(self._clocks[other] for other in self._alive | {worker}) <= bound
+
+    def _present(self, clock: int) -> int:
+        if self._meeting[0] != clock:
+            self._meeting = (clock, sum(1 << worker for worker in self._alive))
+        return self._meeting[1]
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def lay_rows(place: Place, numbers: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Numbers of rows, and what belongs to them."""
+    place.raw[: 8 * len(numbers)].view(torch.int64).copy_(numbers)
+    if values is not None:
+        nbytes = values.numel() * values.element_size()
+        place.raw[8 * len(numbers) :][:nbytes].view(values.dtype).copy_(values.reshape(-1))
+
+
+def read_rows(place: Place, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The other end, as a sparse tensor; it holds no memory of the place."""
+    dtype, columns = place.value.dtype, torch.Size(shape[1:]).numel()
+    numbers = place.raw[: 8 * rows].view(torch.int64).clone()
+    values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype).clone()
+    return torch.sparse_coo_tensor(
+        numbers[None], values.view(rows, *shape[1:]), shape, check_invariants=False
+    ).coalesce()

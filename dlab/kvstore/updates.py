@@ -1,0 +1,77 @@
+"""What a server does to a weight when a gradient has come: an optimizer by its name and numbers, or a function.
+
+Nothing that can run code is taken from a worker: numbers and a name from a list make an optimizer. Taught in
+`05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from dlab.kvstore.placement import Key
+
+Updater = Callable[[Key, torch.Tensor, torch.Tensor], object]  # key, gradient, stored value, which it changes
+Recipe = dict[str, Any]  # {"name": "sgd", "rescale": 1.0, "lr": 0.1, …}
+
+# by name: the class, and the numbers that may be given
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+    "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
+    "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
+    "adagrad": (torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")),
+}
+
+
+def recipe(optimizer: str | torch.optim.Optimizer, rescale: float = 1.0, **numbers: Any) -> Recipe:
+    """A name and numbers, from these, or from one of torch's own optimizers: its class and its defaults.
+
+    >>> recipe("sgd", lr=0.1, momentum=0.9)
+    {'name': 'sgd', 'rescale': 1.0, 'lr': 0.1, 'momentum': 0.9}
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__.lower()
+        known = OPTIMIZERS[name][1] if name in OPTIMIZERS else ()
+        numbers = {key: value for key, value in optimizer.defaults.items() if key in known} | numbers
+    else:
+        name = str(optimizer).lower()
+    if name not in OPTIMIZERS:
+        raise ValueError(
+            f"a server has no optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}, or set_updater with a function"
+        )
+    kind, known = OPTIMIZERS[name]
+    if unknown := sorted(set(numbers) - set(known)):
+        raise ValueError(f"{name} takes no {unknown[0]!r}: it takes {', '.join(known)}")
+    kind([torch.zeros(1)], **numbers)  # refuses what makes no sense, in words of its own
+    return {"name": name, "rescale": float(rescale), **numbers}
+
+
+class Optimizing:
+    """An updater after a recipe; it keeps a state for each tensor that it is given."""
+
+    def __init__(self, recipe: Mapping[str, Any]) -> None:
+        self._numbers = dict(recipe)
+        self._name, self._rescale = self._numbers.pop("name"), self._numbers.pop("rescale")
+        self._made: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def __call__(self, key: Key, gradient: torch.Tensor, stored: torch.Tensor) -> None:
+        optimizer = self._made.get(stored)
+        if optimizer is None:
+            optimizer = self._made[stored] = OPTIMIZERS[self._name][0]([stored], **self._numbers)
+        stored.grad = gradient * self._rescale if self._rescale != 1.0 else gradient
+        optimizer.step()
+        stored.grad = None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Can it use a gradient of some rows as it is, and leave the others alone?"""
+        kept = self._numbers.get("momentum", 0) or self._numbers.get("weight_decay", 0)
+        return self._name in ("sgd", "adagrad") and not kept
+
+    def turn(self, **numbers: Any) -> None:
+        """Change some of the numbers, from now on."""
+        self._numbers |= numbers
+        for optimizer in self._made.values():
+            for group in optimizer.param_groups:
+                group |= numbers

@@ -1,0 +1,130 @@
+"""SGD with parameter servers: the weights live on servers, to which workers push gradients and from which they pull.
+
+Servers wait for the gradients of all (sync), for nobody (async), or let nobody get too far ahead (ssp, stale
+synchronous parallel). Taught in `05_parameter_server.ipynb`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlab.kvstore.compression import compression as make_compression
+from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.server import ROUND
+from dlab.kvstore.updates import recipe
+from dlab.processes.inside import knob
+from dlab.processes.watching import tell
+from dlab.strategies.base import Stopwatch, Strategy, Told
+from dlab.transports import Group, Transport
+
+MODES = ("sync", "async", "ssp")
+_END = 1 << 40  # the clock of a worker at its n-th meeting with all others is n more
+
+
+class ParameterServer(Strategy):
+    """Servers keep the weights and run the optimizer; every gradient counts one n-th, with n workers.
+
+    `mode="sync"`: an update waits for the gradients of all workers. `"async"`: each gradient is an update as soon as it
+    comes. `"ssp"`: the same, but no worker begins a step more than `staleness` steps ahead of the slowest; 0 is sync,
+    None is async; the knob `staleness` changes it while it trains. `compression` is for what workers push: "2bit", …,
+    see `dlab.kvstore.compression`. In async and ssp mode a worker that dies is missed by nobody.
+
+    The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
+    new weights are written where the model has them.
+    """
+
+    def __init__(
+        self,
+        mode: str = "sync",
+        staleness: int | None = 4,
+        servers: int = 1,
+        compression: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"there is no mode {mode!r}: use {', '.join(map(repr, MODES))}")
+        if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+            raise ValueError(f"staleness={staleness!r}: give a whole number of steps, 0 or more, or None for any")
+        if not isinstance(servers, int) or servers < 1:
+            raise ValueError(f"servers={servers!r}: give a whole number, 1 or more")
+        make_compression(compression)  # to be told at once
+        self.mode, self.staleness, self.servers, self.compression = mode, staleness, servers, compression
+        self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+        """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""
+        super().begin(model, optimizer, wire)
+        if len(optimizer.param_groups) > 1:
+            raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+        self._kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async")
+        self._kv.big = 1  # cut over all servers, however small
+        self._kv.init("weights", weights)
+        self._kv.set_optimizer(optimizer, rescale=1 / wire.size)
+        if self.compression is not None:
+            self._kv.set_gradient_compression(self.compression)
+        self._weights = self._kv.settle_in("weights", weights)
+        self._hand_out()
+        self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
+        return model
+
+    def _hand_out(self) -> None:
+        """Every parameter is a stretch of the weights that are pulled."""
+        begin = 0
+        for parameter in self._parameters:
+            parameter.data = self._weights[begin : begin + parameter.numel()].view_as(parameter)
+            begin += parameter.numel()
+
+    def clear(self) -> None:
+        """New gradients are made, not added to zeros."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> Told:
+        """Push, wait until this worker may go on, and pull."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        if rate != self._rate:
+            self._rate = rate
+            self._kv.turn(lr=rate)
+        pieces = [
+            parameter.grad.view(-1) if parameter.grad is not None else torch.zeros_like(parameter).view(-1)
+            for parameter in self._parameters
+        ]
+        bound = self._bound()
+        self._clock += 1
+        watch = Stopwatch()
+        with watch:
+            self._kv.push_pieces("weights", pieces, ROUND if bound == 0 else AT_ONCE)
+            tell("sent", *self._parameters)
+            if self.mode == "ssp":
+                self._kv.clock(self._clock, bound)
+            self._kv.pull("weights", out=self._weights)
+        tell("reduced", *self._parameters)
+        tell("applied", *self._parameters)
+        staleness = {"staleness": self._kv.staleness("weights")} if self.mode != "sync" else {}
+        return {"wait": watch.seconds, **staleness}
+
+    def _bound(self) -> int | None:
+        """How many steps this worker may be ahead."""
+        if self.mode == "ssp":
+            return knob("staleness", self.staleness)
+        return 0 if self.mode == "sync" else None
+
+    def settle(self) -> None:
+        """All that was pushed is in the weights of all. Who has died is not waited for."""
+        self._meetings += 1
+        alive = self._kv.meet(_END + self._meetings)
+        self._kv.pull("weights", out=self._weights)
+        self.wire = Group(self.wire, alive) if len(alive) < self.wire.size else self.wire
+
+    def end(self) -> None:
+        """All have the same weights, and the model is an ordinary one again."""
+        self.settle()
+        for parameter in self._parameters:
+            parameter.data = parameter.data.clone()
+            parameter.grad = None
+        super().end()

@@ -1,0 +1,212 @@
+"""Parameter servers: sync equals one process, ssp with no staleness equals sync, and who dies is missed by nobody."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_strategies import adam, data, data_in_float, difference, network, network_in_float, options, plain
+from test_training_elastic import wait_for_step
+
+import dlab
+from dlab.data.batches import take
+from dlab.data.dealing import Dealer
+from dlab.kvstore import compression
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def cluster(request):
+    with dlab.Cluster(request.param, servers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four():
+    with dlab.Cluster(4, servers=1) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("changed", [{}, {"order": "global"}, {"optimizer": adam}, {"accumulate": 3}])
+def test_sync_equals_one_process_on_the_same_global_batches(cluster, changed):
+    given = options(cluster.workers, **changed)
+    result = dlab.train(network, data(), dlab.ParameterServer(servers=2), on=cluster, **given).wait(60)
+    assert result.identical
+    assert difference(result.model, plain(cluster.workers, **given)) < 1e-12
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_the_number_of_servers_changes_nothing(servers):
+    given = options(2)
+    result = dlab.train(network, data(), dlab.ParameterServer(servers=servers), workers=2, **given).wait(60)
+    assert result.identical
+    assert difference(result.model, plain(2, **given)) < 1e-12
+
+
+def test_no_staleness_is_sync_to_the_bit(cluster):
+    given = options(cluster.workers)
+    strategies = dlab.ParameterServer("sync"), dlab.ParameterServer("ssp", staleness=0)
+    first, second = (dlab.train(network, data(), each, on=cluster, **given).wait(60) for each in strategies)
+    assert first.identical and second.identical
+    assert difference(first.model, second.model) == 0
+
+
+@pytest.mark.parametrize("strategy", [dlab.ParameterServer("async"), dlab.ParameterServer("ssp", staleness=None)])
+def test_one_worker_alone_is_never_stale(strategy):
+    given = options(1)
+    run = dlab.train(network, data(), strategy, workers=1, **given)
+    assert difference(run.wait(60).model, plain(1, **given)) < 1e-12
+    assert {number for event in run.events if event.kind == "log" for number in event.data["staleness"]} == {0}
+
+
+@pytest.mark.parametrize("how", ["2bit", {"type": "topk", "ratio": 0.1}])
+def test_compressed_gradients_are_those_that_a_plain_loop_makes(how):
+    ranks, given = 3, {"lr": 0.1, "momentum": 0.9, "batch_size": 12, "epochs": 3}
+    strategy = dlab.ParameterServer("sync", compression=how)
+    result = dlab.train(network_in_float, data_in_float(), strategy, workers=ranks, **given).wait(60)
+
+    samples, dealer, squeeze = data_in_float(), Dealer(data_in_float(), ranks, 12), compression(how)
+    torch.manual_seed(1234)
+    model = network_in_float()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    count = sum(each.numel() for each in parameters)
+    residuals = [torch.zeros(count) for _ in range(ranks)]
+    code, sent = torch.empty(squeeze.nbytes(count), dtype=torch.uint8), torch.empty(count)
+    for epoch in range(3):
+        for step in range(dealer.steps):
+            total = torch.zeros(count)
+            for rank in range(ranks):
+                inputs, labels = take(samples, dealer.positions(epoch, step, rank))
+                loss = F.cross_entropy(model(inputs), labels) * dealer.weight(step, rank)
+                gradient = torch.cat([each.view(-1) for each in torch.autograd.grad(loss, parameters)])
+                squeeze.encode(gradient, residuals[rank], code)
+                squeeze.decode(code, sent)
+                total += sent
+            for each, part in zip(parameters, (total / ranks).split([p.numel() for p in parameters]), strict=True):
+                each.grad = part.view_as(each)
+            optimizer.step()
+    assert difference(result.model, model) < 1e-5
+    assert (
+        difference(result.model, dlab.train(network_in_float, data_in_float(), workers=ranks, **given).wait(60).model)
+        > 1e-3
+    )
+
+
+# ------------------------------------------------------------------------------------- while it runs
+
+
+def test_everybody_may_be_ahead_by_the_bound_and_no_further(four):
+    """The slowest has logged step c - bound - 1 before anybody logs step c; and they do get ahead."""
+    strategy = dlab.ParameterServer("ssp", staleness=2)
+    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=40, batch_size=12, lr=0.01)
+    run.delay(3, 0.03)
+    wait_for_step(run, 30)
+    bound_2 = _leads(run, slow=3)
+    run.set("staleness", 8)
+    wait_for_step(run, 90)
+    bound_8 = _leads(run, slow=3)
+    run.delay(3, 0.0)
+    assert run.wait(60).identical
+    assert max(bound_2) == 3  # by what was logged: a step is logged after the next may begin
+    assert 7 <= max(bound_8) <= 9
+    staleness = [number for event in run.events if event.kind == "log" for number in event.data["staleness"]]
+    assert len(staleness) == sum(event.kind == "log" for event in run.events)
+    assert max(staleness) > 2
+
+
+def _leads(run, slow):
+    """How many steps more than the slow one each rank had logged, whenever it logged one."""
+    events = sorted((e for e in run.events if e.kind == "log"), key=lambda event: event.time)
+    logged, leads = [0, 0, 0, 0], []
+    for event in events:
+        logged[event.rank] += 1
+        leads.append(logged[event.rank] - logged[slow])
+    return leads
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_who_is_killed_is_missed_by_nobody(four, mode):
+    strategy = dlab.ParameterServer(mode, staleness=3)
+    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=60, batch_size=12, lr=0.01)
+    run.delay(1, 0.01)
+    wait_for_step(run, 10)
+    run.kill(2)
+    result = run.wait(60)
+    assert result.identical
+    last = {rank: max(e.data["step"] for e in run.events if e.kind == "log" and e.rank == rank) for rank in range(4)}
+    assert last[2] < last[0] == last[1] == last[3]
+    assert four.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_in_sync_mode_who_is_killed_is_named(four):
+    run = dlab.train(network_in_float, data_in_float(), dlab.ParameterServer(), on=four, epochs=500, batch_size=12)
+    wait_for_step(run, 10)
+    run.kill(2)
+    with pytest.raises(dlab.WorkerError, match="rank 2 was killed"):
+        run.wait(30)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp"])
+def test_a_killed_server_ends_the_run_and_is_named(four, mode):
+    strategy = dlab.ParameterServer(mode)
+    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=500, batch_size=12)
+    wait_for_step(run, 10)
+    run.kill(4)
+    with pytest.raises(dlab.WorkerError, match=r"server 0 was killed by signal 9 \(SIGKILL\)"):
+        run.wait(30)
+
+
+def test_a_slow_worker_slows_down_nobody_else_in_async_mode(four):
+    run = dlab.train(
+        network_in_float, data_in_float(), dlab.ParameterServer("async"), on=four, epochs=40, batch_size=12
+    )
+    run.delay(0, 0.1)
+    wait_for_step(run, 5)
+    assert max(_leads(run, slow=0)) > 20
+    run.delay(0, 0.0)
+    assert run.wait(60).identical
+
+
+def test_the_learning_rate_is_turned_on_the_servers(four):
+    """One batch of all samples, again and again: when the rate is 0, the loss stays what it is."""
+    strategy = dlab.ParameterServer("sync")
+    run = dlab.train(
+        network_in_float, data_in_float(), strategy, on=four, epochs=400, batch_size=53, momentum=0.0, order="global"
+    )
+    run.delay(0, 0.005)
+    wait_for_step(run, 20)
+    run.set("lr", 0.0)
+    time.sleep(0.2)
+    run.delay(0, 0.0)
+    losses = run.wait(60).losses
+    assert losses[0] - losses[-1] > 1e-3
+    assert max(losses[-100:]) - min(losses[-100:]) < 1e-6
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"mode": "lazy"}, "there is no mode 'lazy': use 'sync', 'async', 'ssp'"),
+        ({"staleness": -1}, "staleness=-1: give a whole number of steps, 0 or more, or None"),
+        ({"servers": 0}, "servers=0: give a whole number, 1 or more"),
+        ({"compression": "3bit"}, "3bit"),
+    ],
+)
+def test_bad_input_gets_a_sentence(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dlab.ParameterServer(**given)
+
+
+def test_a_cluster_without_servers_is_refused(four):
+    with pytest.raises(
+        ValueError, match=r"this needs 2 servers and the cluster has 1: make it with dlab.Cluster\(4, ser"
+    ):
+        dlab.train(network, data(), dlab.ParameterServer(servers=2), on=four)
+
+
+def test_optimizers_that_servers_do_not_have(four):
+    with pytest.raises(dlab.WorkerError, match="a server has no optimizer 'rmsprop': use one of sgd, adam, adagrad"):
+        dlab.train(network, data(), dlab.ParameterServer(), on=four, optimizer=torch.optim.RMSprop).wait(30)
