@@ -52,7 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=run_demo)
 
     train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
-    train.add_argument("--strategy", default="sync", help="sync (default), allreduce, sharded, averaging, async or ddp")
+    known = "sync (default), allreduce, sharded, averaging, async, ddp, server, server_async or server_ssp"
+    train.add_argument("--strategy", default="sync", help=known)
     train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), mlp or two_layer")
     train.add_argument("--workers", type=positive, default=4, help="how many (default: 4); a launcher says it itself")
     train.add_argument("--epochs", type=positive, default=1, help="how often through the data (default: 1)")

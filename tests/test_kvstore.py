@@ -449,7 +449,7 @@ def test_an_asynchronous_store_wants_to_know_what_to_do(cluster):
         kv.init("w", torch.ones(3))
         kv.push("w", torch.ones(3))
 
-    with pytest.raises(dlab.WorkerError, match="call kv.set_optimizer"):
+    with pytest.raises(dlab.WorkerError, match=r"call kv.set_optimizer"):
         cluster.run(forget, timeout=30)
 
 

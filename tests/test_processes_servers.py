@@ -135,7 +135,7 @@ def test_a_cluster_leaves_no_server_behind():
 
 @pytest.mark.parametrize("servers", [-1, 1.5, "two"])
 def test_impossible_numbers_of_servers(servers):
-    with pytest.raises(ValueError, match="a cluster with .* servers is not possible: give a whole number, 0 or more"):
+    with pytest.raises(ValueError, match=r"a cluster with .* servers is not possible: give a whole number, 0 or more"):
         dlab.Cluster(2, servers=servers)
 
 

@@ -92,6 +92,28 @@ def test_compressed_gradients_are_those_that_a_plain_loop_makes(how):
     )
 
 
+def test_in_a_rehearsal_the_last_threads_serve():
+    given = options(3)
+    training = dlab.Training(model=network, data=data(), strategy=dlab.ParameterServer(servers=2), **given)
+    shares = dlab.rehearse(training, ranks=5)
+    assert [share is not None for share in shares] == [True] * 3 + [False] * 2
+    assert len({share.digest for share in shares[:3]}) == 1
+    model = network()
+    model.load_state_dict(shares[0].weights)
+    assert difference(model, plain(3, **given)) < 1e-12
+
+
+def test_a_rehearsal_in_which_a_worker_fails_ends():
+    def fail(prediction, labels):
+        if len(labels) == 4 and torch.rand(()) < 0.2:
+            raise ValueError("enough")
+        return F.cross_entropy(prediction, labels)
+
+    training = dlab.Training(model=network, data=data(), strategy=dlab.ParameterServer(), loss=fail, batch_size=12)
+    with pytest.raises(Exception, match="enough"):
+        dlab.rehearse(training, ranks=4)
+
+
 # ------------------------------------------------------------------------------------- while it runs
 
 

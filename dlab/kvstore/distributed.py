@@ -6,8 +6,8 @@ Taught in `05_parameter_server.ipynb`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ import torch
 from dlab.kvstore.lines import DEPTH, Lines, Op, Place, Queue
 from dlab.kvstore.placement import BIG, Key, Part, place
 from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, lay_rows
-from dlab.kvstore.serving import digest_of, lines
+from dlab.kvstore.serving import Workers, digest_of, lines
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
-from dlab.processes.inside import emit, once, servers, transport
+from dlab.processes.inside import once, servers, transport
+from dlab.transports import Recorder, Transport
+from dlab.transports.patience import Patience
 
 AT_ONCE = 1  # the bound of a push that waits for nobody
 
@@ -34,11 +36,12 @@ class Shelf:
 class DistStore(KVStore):
     """`dist_sync` and `dist_async`."""
 
-    def __init__(self, type: str, timeout: float = 600.0) -> None:
+    def __init__(self, type: str, timeout: float = 600.0, wire: Transport | None = None) -> None:
         super().__init__(type)
-        self._lines, self._numbers, self._shelved = once(_way_to_servers)
+        self._lines: Lines = wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
         self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
-        self._timeout, self._number = timeout, next(self._numbers)
+        self._timeout, self._number = timeout, next(self._lines.stores)
+        self._wire = wire or transport()
         self._bound = AT_ONCE if type.endswith("_async") else ROUND
         self._shelves: dict[Key, list[Shelf]] = {}
         self._rows: dict[Key, int] = {}  # elements of a row, of keys that are not cut within rows
@@ -49,7 +52,7 @@ class DistStore(KVStore):
         """Wait for all workers, and until servers have taken in what they have pushed."""
         for server, queue in enumerate(self._lines.queues):
             self._wait(server, queue.posted, "take its requests")
-        transport().barrier()
+        self._wire.barrier()
 
     @property
     def parts(self) -> list[Part]:
@@ -68,8 +71,8 @@ class DistStore(KVStore):
                 found.value.copy_(flat[part.begin : part.end])
             told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
             self._tell(part.server, Op.INIT, told | {"dtype": str(value.dtype).removeprefix("torch.")})
-            shelves.append(Shelf(part, self._shelved[part.server], found))
-            self._shelved[part.server] += 1
+            shelves.append(Shelf(part, self._lines.parts[part.server], found))
+            self._lines.parts[part.server] += 1
         self._shelves[key] = shelves
         if rows or len(shelves) == 1:
             self._rows[key] = value[0].numel() if value.ndim else 1
@@ -252,38 +255,37 @@ class DistStore(KVStore):
         queue = self._lines.queues[server]
         if queue.served >= number:
             return
-        wait = self._patience(server, what)
-        while queue.served < number:
-            wait()
+        self._wait_for(server, what, lambda: queue.served >= number)
 
     def _wait_until_applied(self, shelf: Shelf) -> None:
         if shelf.place.applied < shelf.pushes:
-            wait = self._patience(shelf.part.server, f"apply its last push to key {shelf.part.key!r}")
-            while shelf.place.applied < shelf.pushes:
-                wait()
+            what = f"apply its last push to key {shelf.part.key!r}"
+            self._wait_for(shelf.part.server, what, lambda: shelf.place.applied >= shelf.pushes)
 
-    def _patience(self, server: int, what: str) -> Any:
-        return self._lines.patience(
-            self.num_workers + server, f"rank {self.rank} has waited for server {server} to {what}", self._timeout
-        )
+    def _wait_for(self, server: int, what: str, done: Callable[[], bool]) -> None:
+        complaint = f"rank {self.rank} has waited for server {server} to {what}"
+        wait = Patience(self._lines.peers, self._timeout, lambda: (self.num_workers + server, complaint))
+        while not done():
+            wait()
+            if self._lines.over and not done():
+                raise ConnectionError(f"{complaint}, which has ended")
 
     def _record(self, phase: str, key: Key, shelf: Shelf, nbytes: int, start: float, to_server: bool) -> None:
         """As a message between this worker and the server."""
-        ends = (self.rank, self.num_workers + shelf.part.server)
-        source, destination = ends if to_server else ends[::-1]
-        message = {"source": source, "destination": destination, "bytes": nbytes, "start": start, "end": time.time()}
-        emit("message", {**message, "phase": f"{phase} {key}", "step": shelf.pushes, "round": shelf.pushes})
+        if isinstance(self._wire, Recorder):
+            ends = (self.rank, self.num_workers + shelf.part.server)
+            self._wire.label(f"{phase} {key}", self._shelves[key].index(shelf))
+            self._wire.note(*(ends if to_server else ends[::-1]), nbytes, start)
 
 
-def _way_to_servers() -> tuple[Lines, Iterator[int], list[int]]:
-    """The lines of this worker, numbers for its stores, and how many parts it has told each server of."""
+def _way_to_servers() -> Lines:
     here = servers()
     if here is None:
         raise RuntimeError(
             "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
             "in a function that its workers run"
         )
-    return lines(here), count(), [0] * here.servers
+    return lines(here)
 
 
 def _flat(target: torch.Tensor) -> torch.Tensor:

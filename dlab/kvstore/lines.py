@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from enum import IntEnum
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
-from dlab.transports.patience import Patience, Peers
+from dlab.transports.patience import Peers
 
 DEPTH = 256  # requests in a queue
 TEXT = 1 << 16  # bytes for what is not a number
@@ -146,8 +147,10 @@ class Lines:
     def __init__(self, memory: memoryview, front: int, area: int, rank: int, workers: int, servers: int) -> None:
         self.rank, self.workers, self.servers = rank, workers, servers
         self.memory = memory
+        self._over = memory[front - 8 : front].cast("Q")
+        self.stores, self.parts = count(), [0] * servers  # of a worker: numbers for stores; parts told to each server
         self.peers = Peers(memory[: 8 * (workers + servers)].cast("Q"), rank)
-        self._areas = [front + worker * area for worker in range(workers)]
+        self._area, self._areas = area, [front + worker * area for worker in range(workers)]
         if rank < workers:
             self.queues = [self._queue(rank, server) for server in range(servers)]
             self._free = self._areas[rank] + _pages(servers * _QUEUE)
@@ -158,16 +161,23 @@ class Lines:
         start = self._areas[worker] + server * _QUEUE
         return Queue(self.memory[start : start + _QUEUE])
 
-    def place(self, count: int, dtype: torch.dtype, rows: int) -> tuple[Place, int]:
+    @property
+    def over(self) -> bool:
+        """Is no worker left to be served?"""
+        return bool(self._over[0])
+
+    def end(self) -> None:
+        """Let the servers return."""
+        self._over[0] = 1
+
+    def place(self, elements: int, dtype: torch.dtype, rows: int) -> tuple[Place, int]:
         """For the worker: room in its area; and where it is, for the server."""
-        offset = self._free
-        found = Place(self.memory, offset, count, dtype, rows)
+        offset, needed = self._free, 2 * elements * dtype.itemsize + 8 * rows + 4 * _PAGE
+        if offset + needed > self._areas[self.rank] + self._area:
+            raise MemoryError(f"{elements} {dtype} do not fit on the desk any more: it has room for {self._area} bytes")
+        found = Place(self.memory, offset, elements, dtype, rows)
         self._free = found.end
         return found, offset
-
-    def patience(self, other: int, what: str, timeout: float) -> Patience:
-        """To wait for one of the others, by its number among all."""
-        return Patience(self.peers, timeout, lambda: (other, what))
 
 
 def _pages(nbytes: int) -> int:

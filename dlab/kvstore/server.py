@@ -70,10 +70,10 @@ class Server:
         self._looked = time.monotonic()
         self.updates = 0
 
-    def serve(self, over: Callable[[], bool]) -> None:
-        """Until it is over."""
+    def serve(self) -> None:
+        """Until no worker is left."""
         idle = Patience(self._lines.peers, float("inf"), lambda: (self._lines.rank, ""))
-        while not over():
+        while not self._lines.over:
             served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._lines.queues)]
             if any(served):
                 idle.reset()

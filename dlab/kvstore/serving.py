@@ -16,6 +16,7 @@ from dlab.kvstore.server import Server
 from dlab.processes.board import Desk
 from dlab.processes.errors import Stopped
 from dlab.processes.inside import Servers, servers
+from dlab.transports import Group, Transport, share_memory
 
 
 def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -28,13 +29,36 @@ def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     server = Server(lines(here), find)
     with suppress(Stopped):
-        server.serve(lambda: here.desk.over)
+        server.serve()
     return server.updates
 
 
 def lines(here: Servers) -> Lines:
     """This process's."""
     return Lines(here.desk.map(), Desk.FRONT, Desk.AREA, here.rank, here.workers, here.servers)
+
+
+class Workers(Group):
+    """All ranks of a wire but the last ones, which serve them; where nobody has started servers, as under torchrun."""
+
+    def __init__(self, wire: Transport, lines: Lines) -> None:
+        super().__init__(wire, range(lines.workers))
+        self.lines = lines
+
+
+def share_out(wire: Transport, servers: int) -> Workers | None:
+    """Every rank must call it. Of the last ranks, so many serve the others, to the end, and get None then."""
+    workers = wire.size - servers
+    if workers < 1:
+        raise ValueError(f"{wire.size} ranks cannot be {servers} servers and their workers: start more")
+    memory = share_memory(wire, Desk.FRONT + workers * Desk.AREA)
+    if memory is None:
+        raise RuntimeError("servers and their workers must be on one host: they meet in shared memory")
+    lines = Lines(memory, Desk.FRONT, Desk.AREA, wire.rank, workers, servers)
+    if wire.rank < workers:
+        return Workers(wire, lines)
+    Server(lines, lambda name, digest: find_function(name, digest, [])).serve()
+    return None
 
 
 def digest_of(function: Callable[..., Any]) -> str:

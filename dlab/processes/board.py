@@ -32,13 +32,8 @@ class Desk:
             os.truncate(self.file, self._size)
         self._over = memoryview(mmap.mmap(self.file, self.FRONT)).cast("Q")[-1:]
 
-    @property
-    def over(self) -> bool:
-        """Is no worker left to be served?"""
-        return bool(self._over[0])
-
     def end(self) -> None:
-        """For the parent: let servers return."""
+        """For the parent: no worker is left to be served."""
         self._over[0] = 1
 
     def clear(self) -> None:

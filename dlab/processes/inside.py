@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dlab.processes.board import Board, Desk
-from dlab.transports import Recorder, TorchTransport, Transport, connect
+from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _board: Board | None = None
 _servers: Servers | None = None
 _ring_rank = 0
 _device: torch.device | None = None
-_transport: Transport | None = None
+_transport: Recorder | None = None
 _declared: set[str] = set()
 _kept: dict[Callable[[], Any], Any] = {}
 _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
@@ -89,7 +89,7 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def transport() -> Transport:
+def transport() -> Recorder:
     """This rank's end of the wire to all others, for the collectives of `dlab.collectives`. Every rank must call it.
 
     Shared memory if all ranks are on one host and on the CPU, else torch.distributed's own point to point. Each

@@ -168,7 +168,11 @@ class Run:
 
     def _note(self, ranks: Iterable[int], state: str, why: str = "") -> None:
         now = time.time()
-        self.states += [Event(now, rank, "state", {"state": state, "why": why}) for rank in ranks]
+        for rank in ranks:
+            told = {"state": state, "why": why}
+            if rank >= self.ranks:
+                told["name"] = name_ranks([rank], self.ranks)
+            self.states.append(Event(now, rank, "state", told))
 
     def save(self, path: str | Path) -> None:
         """Write what the ranks have told and what became of them, by time, as JSON lines for `dlab.load_events`."""

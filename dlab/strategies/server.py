@@ -15,7 +15,6 @@ from torch import nn
 from dlab.kvstore.compression import compression as make_compression
 from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.server import ROUND
-from dlab.kvstore.updates import recipe
 from dlab.processes.inside import knob
 from dlab.processes.watching import tell
 from dlab.strategies.base import Stopwatch, Strategy, Told
@@ -61,7 +60,7 @@ class ParameterServer(Strategy):
             raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
-        self._kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async")
+        self._kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", wire=wire)
         self._kv.big = 1  # cut over all servers, however small
         self._kv.init("weights", weights)
         self._kv.set_optimizer(optimizer, rescale=1 / wire.size)

@@ -13,7 +13,8 @@ from torch import nn
 
 from dlab.data import mnist
 from dlab.data.batches import Samples
-from dlab.processes.inside import device, log, transport
+from dlab.kvstore.serving import share_out
+from dlab.processes.inside import device, log, servers, transport
 from dlab.strategies import Strategy, SyncSGD
 from dlab.training.checkpoints import open_checkpoint
 from dlab.training.evaluation import Evaluation
@@ -92,13 +93,27 @@ class Training:
         if isinstance(self.test, str) and self.test != "mnist":
             raise ValueError(f"there is no data set {self.test!r}: use 'mnist', or give a Dataset")
 
-    def __call__(self, wire: Transport | None = None, tell: Callable[..., None] | None = None) -> Share:
-        """What a rank does. Without a wire: over the one of this worker, and telling the notebook."""
+    def __call__(self, wire: Transport | None = None, tell: Callable[..., None] | None = None) -> Share | None:
+        """What a rank does. Without a wire: over the one of this worker, and telling the notebook.
+
+        A strategy that needs servers has those of the cluster; where nobody has started any, as in a rehearsal or
+        under torchrun, the last ranks serve the others, and return nothing.
+        """
         from dlab.training.loop import Trainee  # which knows this class
 
-        if wire is None:
-            return Trainee(self, transport(), device(), tell or log).run()
-        return Trainee(self, wire, torch.device("cpu"), tell or _say_nothing).run()
+        where, tell = (transport(), tell or log) if wire is None else (wire, tell or _say_nothing)
+        here = device() if wire is None else torch.device("cpu")
+        if not self.servers or servers() is not None:
+            return Trainee(self, where, here, tell).run()
+        workers = share_out(where, self.servers)
+        if workers is None:
+            return None
+        try:
+            share = Trainee(self, workers, here, tell).run()
+            workers.barrier()
+            return share
+        finally:
+            workers.lines.end()
 
     @property
     def survives(self) -> bool:

@@ -29,6 +29,9 @@ STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "averaging": strategies.ModelAveraging,
     "async": strategies.AsyncSGD,
     "ddp": strategies.DDP,
+    "server": strategies.ParameterServer,
+    "server_async": lambda: strategies.ParameterServer("async"),
+    "server_ssp": lambda: strategies.ParameterServer("ssp"),
 }
 _SECONDS = 2.0  # between two lines under a launcher
 
@@ -49,8 +52,9 @@ def _train_in_cluster(training: Training, workers: int) -> None:
     from rich.console import Console
 
     console, begun = Console(), time.monotonic()
-    console.print(f"starting {workers} worker processes …")
-    with Cluster(workers) as cluster:
+    servers = f" and {training.servers} of a server" if training.servers else ""
+    console.print(f"starting {workers} worker processes{servers} …")
+    with Cluster(workers, servers=training.servers) as cluster:
         run = cluster.start(training)
         steps = training.epochs * (-(-len(training.load()) // training.batch_size))
         show_progress(run, steps, console)
@@ -86,8 +90,9 @@ def _tell(training: Training, shares: list[Share | None], seconds: float) -> str
         return "stopped before the end"
     accuracy = f"; test accuracy {result.accuracy:.2%}" if result.accuracy is not None else ""
     same = "equal to the last bit" if result.identical else "NOT equal"
+    ranks = sum(share is not None for share in shares)
     return (
-        f"{training.strategy} on {len(shares)} ranks: {len(result.losses)} steps in {seconds:.1f} s, "
+        f"{training.strategy} on {ranks} ranks: {len(result.losses)} steps in {seconds:.1f} s, "
         f"last loss {result.losses[-1]:.4f}{accuracy}; the models of all ranks are {same}"
     )
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dlab.transports.base import Parcel, Transport
 
 
@@ -40,17 +38,19 @@ class Recorder(Transport):
         start = time.time()
         self._transport.move(outgoing, incoming)
         if outgoing is not None:
-            self._tell(*outgoing, start)
+            tensor, destination = outgoing
+            self.note(self.rank, destination, tensor.numel() * tensor.element_size(), start)
 
     def barrier(self) -> None:
         """Not recorded: its messages carry nothing."""
         self._transport.barrier()
 
-    def _tell(self, tensor: torch.Tensor, destination: int, start: float) -> None:
+    def note(self, source: int, destination: int, nbytes: int, start: float) -> None:
+        """Tell of a message that has just arrived; for those that go by other ways than this transport."""
         message = {
-            "source": self.rank,
+            "source": source,
             "destination": destination,
-            "bytes": tensor.numel() * tensor.element_size(),
+            "bytes": nbytes,
             "start": start,
             "end": time.time(),
             "phase": self._phase,

@@ -47,6 +47,7 @@ class Watched(Protocol):
 
     name: str
     ranks: int
+    servers: int
     states: list[Event]
 
     def since(self, place: int) -> tuple[list[Records], int]: ...
@@ -158,7 +159,9 @@ def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
 def controls(run: Watched, do: Do) -> list[widgets.Widget]:
     """Pause, stop, and for one rank at a time: delay and kill. `do` gets what is to be done."""
     pause = widgets.ToggleButton(description="pause", tooltip="freeze every rank, and go on", layout={"width": "90px"})
-    whom = widgets.Dropdown(options=[(f"rank {rank}", rank) for rank in range(run.ranks)], layout={"width": "90px"})
+    ranks = [(f"rank {rank}", rank) for rank in range(run.ranks)]
+    ranks += [(f"server {server}", run.ranks + server) for server in range(run.servers)]
+    whom = widgets.Dropdown(options=ranks, layout={"width": "90px"})
     delay = widgets.FloatSlider(description="delay (s)", max=1.0, step=0.05, layout={"width": "300px"})
     delays: dict[int, float] = {}
 
@@ -170,6 +173,7 @@ def controls(run: Watched, do: Do) -> list[widgets.Widget]:
 
     def choose(change: Any) -> None:
         delay.value = delays.get(change["new"], 0.0)
+        delay.disabled = change["new"] >= run.ranks  # a server has no steps
 
     def kill() -> None:
         rank = whom.value

@@ -58,6 +58,10 @@ class Ranks(View):
         """Is nothing known of any rank?"""
         return not self._states
 
+    def name(self, rank: int) -> str:
+        """`rank 2`, or what its states say that it is."""
+        return self._states[rank].get("name", f"rank {rank}")
+
     def rows(self) -> list[tuple[int, str, str, int | None]]:
         """Rank, state, the state in words, and the last step, for each rank."""
         waiting, slow = self._timeline.waiting(), self._timeline.slow()
@@ -83,7 +87,7 @@ class Ranks(View):
             colour, sign = LOOKS[state]
             box = FancyBboxPatch((0.02, line + 0.2), 0.09, 0.6, "round,pad=0,rounding_size=0.01", color=colour)
             axes.add_patch(box)
-            axes.text(0.065, line + 0.5, f"rank {rank}", ha="center", va="center", color="white")
+            axes.text(0.065, line + 0.5, self.name(rank), ha="center", va="center", color="white")
             axes.text(0.13, line + 0.5, f"{sign} {words}" + _at(step), va="center")
         return figure
 
@@ -92,17 +96,19 @@ class Ranks(View):
         rows = []
         for rank, state, words, step in self.rows():
             colour, sign = LOOKS[state]
-            rows.append({"rank": rank, "state": state, "words": words + _at(step), "colour": colour, "sign": sign})
+            told = {"name": self.name(rank), "state": state, "words": words + _at(step)}
+            rows.append({**told, "colour": colour, "sign": sign})
         return {"ranks": rows}
 
     @property
     def alt(self) -> str:
         """All states in words."""
-        return "; ".join(f"rank {rank} {words}{_at(step)}" for rank, _, words, step in self.rows()) + "."
+        return "; ".join(f"{self.name(rank)} {words}{_at(step)}" for rank, _, words, step in self.rows()) + "."
 
     def __str__(self) -> str:
-        width = max((len(words) for _, _, words, _ in self.rows()), default=0)
-        lines = [f"rank {rank:<3} {words:<{width}}  {_at(step).strip(', ')}" for rank, _, words, step in self.rows()]
+        rows = [(self.name(rank), words, _at(step).strip(", ")) for rank, _, words, step in self.rows()]
+        width = max((len(words) for _, words, _ in rows), default=0)
+        lines = [f"{name:<8} {words:<{width}}  {step}" for name, words, step in rows]
         return "\n".join(line.rstrip() for line in lines)
 
 

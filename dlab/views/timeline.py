@@ -83,6 +83,7 @@ class Timeline(View):
         self._begun: float | None = None
         self._end = 0.0
         self._lanes: dict[int, Lane] = {}
+        self._names: dict[int, str] = {}  # of those that are no ranks
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
@@ -104,6 +105,8 @@ class Timeline(View):
                 sent.setdefault(data["source"], []).append((start, end, data["destination"]))
             elif kind == "state":
                 moment = max(0.0, time - self._begun)
+                if "name" in data:
+                    self._names[rank] = data["name"]
                 self._lane(rank).states.append(State(moment, data["state"], data.get("why", "")))
             else:
                 continue
@@ -111,6 +114,9 @@ class Timeline(View):
         for source, messages in sent.items():
             self._lane(source)._messages.extend(*np.array(messages).T)
         self._end = max(ends)
+
+    def _name(self, rank: int) -> str:
+        return self._names.get(rank, f"rank {rank}")
 
     def _lane(self, rank: int) -> Lane:
         if rank not in self._lanes:
@@ -204,7 +210,7 @@ class Timeline(View):
             sent = lane.messages[lane.messages[:, 1] > first]
             axes.broken_barh(_spans(sent[:, 0], sent[:, 1]), (place + 0.12, 0.24), color=_SEND, linewidth=0)
             _draw_states(axes, place, lane.states, self._end)
-        names = [f"rank {rank}" + (f"\nwait {_percent(shares[rank][1])}" if rank in shares else "") for rank in lanes]
+        names = [self._name(rank) + (f"\nwait {_percent(shares[rank][1])}" if rank in shares else "") for rank in lanes]
         axes.set_yticks(range(len(lanes)), names)
         axes.tick_params(axis="y", length=0)
         right = axes.secondary_yaxis("right")
@@ -226,7 +232,7 @@ class Timeline(View):
         notes, keep = self.notes(), _SENT // max(1, len(shown))
         lanes = [
             {
-                "rank": rank,
+                "name": self._name(rank),
                 "steps": lane.steps[-keep:].astype(np.float32).ravel(),
                 "messages": lane.messages[-keep:].astype(np.float32).ravel(),
                 "states": [[state.time, state.state, _words(state)] for state in lane.states[-_STATES:]],
@@ -250,10 +256,10 @@ class Timeline(View):
         if self.empty:
             return "no rank has told of its steps yet: dlab.log(step=…, compute=…, wait=…)"
         shares, notes = self.shares(), self.notes()
-        width = len(str(max(self._lanes)))
+        width = max(len(self._name(rank)) for rank in self._lanes)
         lines = []
         for rank, lane in self.lanes.items():
-            parts = [f"rank {rank:>{width}}"]
+            parts = [f"{self._name(rank):<{width}}"]
             if rank in shares:
                 parts += [f"compute {_percent(shares[rank][0]):>5}", f"wait {_percent(shares[rank][1]):>5}"]
             if lane._messages:

@@ -17,7 +17,7 @@ views.ranks = {
       context.fill();
       context.fillStyle = "#ffffff";
       context.textAlign = "center";
-      context.fillText(`rank ${rank.rank}`, x + 31, y);
+      context.fillText(rank.name, x + 31, y);
       context.fillStyle = paint.text;
       context.textAlign = "left";
       context.fillText(`${rank.sign} ${rank.words}`, x + 68, y, width / columns - 72);

@@ -138,7 +138,7 @@ views.timeline = {
     context.textBaseline = "middle";
     context.fillStyle = paint.text;
     context.font = "12px system-ui, sans-serif";
-    context.fillText(`rank ${lane.rank}`, 2, y - 9);
+    context.fillText(lane.name, 2, y - 9);
     context.font = "10px system-ui, sans-serif";
     if (compute + wait > 0) context.fillText(`wait ${Math.round((100 * wait) / (compute + wait))} %`, 2, y + 4);
     const told = lane.note.split(", ").filter((word) => word === "slow" || word.startsWith("waits"))[0];
