@@ -92,6 +92,19 @@ def test_compressed_gradients_are_those_that_a_plain_loop_makes(how):
     )
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("how", [None, "2bit"])
+def test_saving_disturbs_nothing_and_what_was_not_sent_is_saved(tmp_path, servers, how):
+    given = {"lr": 0.1, "momentum": 0.9, "batch_size": 12, "epochs": 3, "workers": 2}
+    strategy = dlab.ParameterServer("sync", servers=servers, compression=how)
+    plain, whole, resumed = (
+        dlab.train(network_in_float, data_in_float(), strategy, **given, **more).wait(60)
+        for more in ({}, {"checkpoint": tmp_path, "every": 5}, {"resume": tmp_path / "step-00000010"})
+    )
+    assert difference(plain.model, whole.model) == 0
+    assert difference(whole.model, resumed.model) == 0
+
+
 def test_in_a_rehearsal_the_last_threads_serve():
     given = options(3)
     training = dlab.Training(model=network, data=data(), strategy=dlab.ParameterServer(servers=2), **given)

@@ -15,13 +15,13 @@ RANKS = 3
 
 @pytest.fixture(scope="module")
 def cluster():
-    with dlab.Cluster(RANKS) as cluster:
+    with dlab.Cluster(RANKS, servers=1) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def fewer():
-    with dlab.Cluster(2) as cluster:
+    with dlab.Cluster(2, servers=1) as cluster:
         yield cluster
 
 
@@ -48,6 +48,7 @@ STRATEGIES = {
     "DiLoCo": dlab.ModelAveraging(every=3, outer=dlab.strategies.nesterov),
     "asynchronous": dlab.AsyncSGD(dlab.VirtualClock(seed=1, speeds=(1, 2, 3))),
     "DDP": dlab.DDP(),
+    "server": dlab.ParameterServer(),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dlab.kvstore.lines import DEPTH, Lines, Op, Place, Queue
 from dlab.kvstore.placement import BIG, Key, Part, place
-from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, lay_rows
+from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, lay_rows
 from dlab.kvstore.serving import Workers, digest_of, lines
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
@@ -214,6 +214,31 @@ class DistStore(KVStore):
             else:
                 laid = self._lay(key, shelf, torch.cat(some), None)
             self._hand_in(key, shelf, bound, start, *laid)
+
+    def slots(self, key: Key) -> list[tuple[torch.Tensor, int]]:
+        """What the optimizer remembers of a key, flat, and after how many steps; for a checkpoint."""
+        found: list[tuple[torch.Tensor, int]] = []
+        while True:
+            pieces, reply = [], 0
+            for shelf in self._shelves[key]:
+                self._wait_until_applied(shelf)
+                asked = self._post(shelf, SLOT, len(found))
+                self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
+                reply = self._lines.queues[shelf.part.server].reply(asked)
+                pieces.append(shelf.place.gradient.clone())
+            if not reply:
+                return found
+            found.append((torch.cat(pieces), reply - 1))
+
+    def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """The opposite, with the value; by one worker, while the others wait."""
+        for kind, number, (content, steps) in [(VALUE, 0, (value, 0)), *((SLOT, *each) for each in enumerate(slots))]:
+            for shelf in self._shelves[key]:
+                self._wait_until_applied(shelf)
+                shelf.place.gradient.copy_(content.reshape(-1)[shelf.part.begin : shelf.part.end])
+                self._queue(shelf).post(Op.PUSH, shelf.number, kind, number, steps)
+                shelf.pushes += 1
+                self._wait_until_applied(shelf)
 
     def staleness(self, key: Key) -> list[int]:
         """Of the last push, by the server of each part: updates between the pull that it was computed on and it."""

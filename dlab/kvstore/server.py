@@ -21,6 +21,7 @@ from dlab.kvstore.updates import Optimizing, Updater
 from dlab.transports.patience import ASK, Patience
 
 DENSE, CODED, ROWS = range(3)  # how a gradient is laid down: as it is, compressed, or some rows of it
+VALUE, SLOT = 3, 4  # no gradients, but the weights themselves, and what the optimizer remembers of them
 ROUND = 0  # the bound of a push that waits for those of all workers; others are applied as they come
 
 
@@ -69,6 +70,7 @@ class Server:
         self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._looked = time.monotonic()
         self.updates = 0
+        self._reply = 0  # to the request under way
 
     def serve(self) -> None:
         """Until no worker is left."""
@@ -85,7 +87,7 @@ class Server:
         """What this worker asks for, as far as it can be answered; was it anything?"""
         found = False
         while (request := queue.head()) is not None and self._answer(worker, queue, request):
-            queue.serve(reply=self._present(request.numbers[0]) if request.op == Op.CLOCK else 0)
+            queue.serve(self._reply)
             found = True
         return found
 
@@ -103,6 +105,7 @@ class Server:
 
     def _answer(self, worker: int, queue: Queue, request: Request) -> bool:
         """Do what is asked; False if it cannot be done yet."""
+        self._reply = 0
         if request.op == Op.INIT:
             self._init(worker, queue.read())
         elif request.op == Op.SET:
@@ -117,7 +120,7 @@ class Server:
                 if request.op == Op.PUSH_PULL:
                     queue.change(Op.PULL)
             if request.op in (Op.PULL, Op.PUSH_PULL):
-                return self._pull(worker, held, request.numbers[1] if request.numbers[0] == ROWS else None)
+                return self._pull(worker, held, *request.numbers[:2])
         return True
 
     # keys
@@ -152,6 +155,9 @@ class Server:
     def _push(self, worker: int, held: Held, kind: int, rows: int, bound: int) -> bool:
         if worker in held.laid or held.value is None:
             return False  # its gradient of the last round is still there
+        if kind in (VALUE, SLOT):
+            self._restore(held, held.places[worker], kind, rows, bound)
+            return True
         held.laid[worker] = (kind, rows)
         if bound == ROUND:
             self._close_round(held)
@@ -210,12 +216,28 @@ class Server:
             rooms.append(torch.empty(like.numel(), dtype=like.dtype))
         return rooms[number].view(like.shape)
 
-    def _pull(self, worker: int, held: Held, rows: int | None) -> bool:
+    def _restore(self, held: Held, place: Place, kind: int, number: int, steps: int) -> None:
+        """From a checkpoint."""
+        content = place.gradient.view(held.shape)
+        if kind == VALUE:
+            held.stored.copy_(content)
+        else:
+            assert isinstance(held.store.updater, Optimizing)
+            held.store.updater.set_slot(held.stored, number, content, steps)
+        place.apply(staleness=0)
+
+    def _pull(self, worker: int, held: Held, kind: int, rows: int) -> bool:
         """The weights, with all that this worker has pushed."""
         if held.value is None or worker in held.laid:
             return False
         place = held.places[worker]
-        if rows is None:
+        if kind == SLOT:
+            assert isinstance(held.store.updater, Optimizing)
+            if found := held.store.updater.slot(held.value, rows):
+                place.gradient.copy_(found[0].view(-1))  # where the value lies there may be somebody's weights
+                self._reply = 1 + found[1]
+            return True
+        if kind == DENSE:
             place.value.copy_(held.value.view(-1))
         else:
             numbers = place.raw[: 8 * rows].view(torch.int64)
@@ -234,7 +256,10 @@ class Server:
         The answer tells who lives, a bit for each worker: all who meet at the same clock get the same.
         """
         self._clocks[worker] = clock
-        return bound < 0 or clock - min(self._clocks[other] for other in self._alive | {worker}) <= bound
+        if 0 <= bound < clock - min(self._clocks[other] for other in self._alive | {worker}):
+            return False
+        self._reply = self._present(clock)
+        return True
 
     def _present(self, clock: int) -> int:
         if self._meeting[0] != clock:

@@ -168,12 +168,18 @@ class KVStore(ABC):
         """Compress into `code`; what is lost is added to the next gradient of the same key and number."""
         assert self._compression is not None
         flat = gradient.reshape(-1)
-        residual = self._residuals.setdefault((key, number), torch.zeros_like(flat))
-        self._compression.encode(flat, residual, code)
+        if (key, number) not in self._residuals:
+            self._residuals[key, number] = torch.zeros_like(flat)
+        self._compression.encode(flat, self._residuals[key, number], code)
 
     def residual(self, key: Key, number: int = 0) -> torch.Tensor:
         """What compression has not sent yet, of one device's gradient or of one part of a key that is cut."""
-        return self._residuals.get((key, number), torch.zeros(self._about(key)[0].numel()))
+        count = self._about(key)[0].numel()
+        return self._residuals.get((key, number), torch.zeros(count))
+
+    def set_residual(self, key: Key, residual: torch.Tensor, number: int = 0) -> None:
+        """Go on from a checkpoint."""
+        self._residuals[key, number] = residual.clone()
 
     def __repr__(self) -> str:
         return f"<KVStore {self.type}, rank {self.rank} of {self.num_workers}, {len(self._known)} keys>"

@@ -19,9 +19,12 @@ Recipe = dict[str, Any]  # {"name": "sgd", "rescale": 1.0, "lr": 0.1, …}
 # by name: the class, and the numbers that may be given
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
-    "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay", "amsgrad")),
+    "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay")),
     "adagrad": (torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")),
 }
+
+# what each of them remembers of a weight, besides a number of steps
+SLOTS = {"sgd": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
 
 
 def recipe(optimizer: str | torch.optim.Optimizer, rescale: float = 1.0, **numbers: Any) -> Recipe:
@@ -56,12 +59,28 @@ class Optimizing:
         self._made: dict[torch.Tensor, torch.optim.Optimizer] = {}
 
     def __call__(self, key: Key, gradient: torch.Tensor, stored: torch.Tensor) -> None:
-        optimizer = self._made.get(stored)
-        if optimizer is None:
-            optimizer = self._made[stored] = OPTIMIZERS[self._name][0]([stored], **self._numbers)
+        optimizer = self._optimizer(stored)
         stored.grad = gradient * self._rescale if self._rescale != 1.0 else gradient
         optimizer.step()
         stored.grad = None
+
+    def _optimizer(self, stored: torch.Tensor) -> torch.optim.Optimizer:
+        if stored not in self._made:
+            self._made[stored] = OPTIMIZERS[self._name][0]([stored], **self._numbers)
+        return self._made[stored]
+
+    def slot(self, stored: torch.Tensor, number: int) -> tuple[torch.Tensor, int] | None:
+        """One of the tensors that it remembers of a weight, and after how many steps; None if there is none."""
+        state, names = self._optimizer(stored).state.get(stored, {}), SLOTS[self._name]
+        found = state.get(names[number]) if number < len(names) else None
+        return None if found is None else (found, int(state.get("step", 0)))
+
+    def set_slot(self, stored: torch.Tensor, number: int, content: torch.Tensor, steps: int) -> None:
+        """The opposite."""
+        state = self._optimizer(stored).state[stored]
+        state[SLOTS[self._name][number]] = content.clone().view_as(stored)
+        if self._name != "sgd":
+            state["step"] = torch.tensor(float(steps))
 
     @property
     def takes_rows(self) -> bool:

@@ -120,6 +120,21 @@ class ParameterServer(Strategy):
         self._kv.pull("weights", out=self._weights)
         self.wire = Group(self.wire, alive) if len(alive) < self.wire.size else self.wire
 
+    def state(self) -> dict[str, Any]:
+        """What the servers remember, told by rank 0; and what compression has not sent yet, each rank's own."""
+        slots = self._kv.slots("weights") if self.wire.rank == 0 else []
+        parts = range(self._kv.num_servers if self.compression is not None else 0)
+        return {"slots": slots, "residuals": [self._kv.residual("weights", part) for part in parts]}
+
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """The model has its weights again: let the servers have them, too. New ranks have nothing unsent."""
+        if self.wire.rank == 0:
+            self._kv.restore("weights", self._weights.clone(), states[0]["slots"])
+        if len(states) == self.wire.size:
+            for part, residual in enumerate(states[self.wire.rank]["residuals"]):
+                self._kv.set_residual("weights", residual, part)
+        self._kv.barrier()
+
     def end(self) -> None:
         """All have the same weights, and the model is an ordinary one again."""
         self.settle()
