@@ -191,6 +191,42 @@ def test_a_killed_server_ends_the_run_and_is_named(four, mode):
         run.wait(30)
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
+def test_with_checkpoints_a_new_server_takes_the_place_of_a_killed_one(tmp_path, capfd, servers, saved):
+    """Whatever the old one knew comes from the checkpoint, so the end is the same, to the bit."""
+    given = {"epochs": 12, "batch_size": 12, "lr": 0.1, "momentum": 0.9, "every": 10 if saved else 10**6}
+    strategy = dlab.ParameterServer("sync", servers=servers)
+    with dlab.Cluster(3, servers=servers) as cluster:
+        whole = dlab.train(network, data(), strategy, on=cluster, checkpoint=tmp_path / "a", **given).wait(60)
+        run = dlab.train(network, data(), strategy, on=cluster, checkpoint=tmp_path / "b", **given)
+        run.delay(1, 0.02)
+        wait_for_step(run, 25)
+        run.kill(3 + servers - 1)
+        wait_for_step(run, 40)
+        run.delay(1, 0.0)
+        result = run.wait(60)
+        assert cluster.run(dlab.rank) == [0, 1, 2]
+    assert result.identical
+    assert difference(result.model, whole.model) == 0
+    assert len(result.losses) == len(whole.losses)
+    assert f"a server has died: a new one goes on from step {20 if saved else 0}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_so_it_does_where_nobody_waits(tmp_path, mode):
+    given = {"epochs": 30, "batch_size": 12, "lr": 0.01, "checkpoint": tmp_path, "every": 10}
+    with dlab.Cluster(3, servers=1) as cluster:
+        run = dlab.train(network_in_float, data_in_float(), dlab.ParameterServer(mode), on=cluster, **given)
+        run.delay(1, 0.01)
+        for step in (25, 60):
+            wait_for_step(run, step)
+            run.kill(3)
+        result = run.wait(60)
+    assert result.identical
+    assert len(result.losses) == 150
+
+
 def test_a_slow_worker_slows_down_nobody_else_in_async_mode(four):
     run = dlab.train(
         network_in_float, data_in_float(), dlab.ParameterServer("async"), on=four, epochs=40, batch_size=12

@@ -240,6 +240,15 @@ class DistStore(KVStore):
                 shelf.pushes += 1
                 self._wait_until_applied(shelf)
 
+    def reconnect(self, seconds: float = 60.0) -> None:
+        """After a server was lost: wait for a new one, with all workers. A store that is made then can go on."""
+        until = time.monotonic() + seconds
+        while not self._lines.meet_again():
+            if time.monotonic() > until:
+                raise TimeoutError(f"a server has died, and no other has come in {seconds:g} s")
+            time.sleep(0.01)
+        self._wire.barrier()
+
     def staleness(self, key: Key) -> list[int]:
         """Of the last push, by the server of each part: updates between the pull that it was computed on and it."""
         return [shelf.place.staleness for shelf in self._shelves[key]]
@@ -278,9 +287,10 @@ class DistStore(KVStore):
 
     def _wait(self, server: int, number: int, what: str) -> None:
         queue = self._lines.queues[server]
-        if queue.served >= number:
-            return
-        self._wait_for(server, what, lambda: queue.served >= number)
+        if queue.served < number:
+            self._wait_for(server, what, lambda: queue.served >= number)
+        if queue.generation != queue.known:
+            raise ConnectionError(f"server {server} has died, and another one is in its place")
 
     def _wait_until_applied(self, shelf: Shelf) -> None:
         if shelf.place.applied < shelf.pushes:

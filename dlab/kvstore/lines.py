@@ -49,6 +49,7 @@ class Queue:
         self._posted, self._served = memory[:_LINE].cast("Q"), memory[_LINE : 2 * _LINE].cast("Q")
         self._words = memory[2 * _LINE : _QUEUE - TEXT].cast("q")
         self._text = memory[_QUEUE - TEXT : _QUEUE]
+        self.known = self.generation
 
     @property
     def posted(self) -> int:
@@ -60,23 +61,34 @@ class Queue:
         """How many of them are answered."""
         return self._served[0]
 
+    @property
+    def generation(self) -> int:
+        """How often the server was replaced."""
+        return self._served[1]
+
+    def renew(self) -> None:
+        """For a server in the place of one that has died: it knows nothing of what was asked."""
+        self._served[1] += 1
+        self._served[0] = self._posted[0]
+
     def post(self, op: Op, part: int, *numbers: int) -> int:
         """For the worker: ask, and get the number that `served` will reach. There must be room."""
         number = self._posted[0]
         start = number % DEPTH * _WORDS
-        for place, word in enumerate((op, part, len(numbers), *numbers), start):
+        for place, word in enumerate((op, part, self.known, len(numbers), *numbers), start):
             self._words[place] = word
         self._posted[0] = number + 1  # last: who sees it sees the request (x86 keeps the order of stores)
         return number + 1
 
     def head(self) -> Request | None:
-        """For the server: the oldest that is not answered."""
-        number = self._served[0]
-        if number == self._posted[0]:
-            return None
-        start = number % DEPTH * _WORDS
-        op, part, count, *numbers = self._words[start : start + _WORDS].tolist()
-        return Request(Op(op), part, tuple(numbers[:count]))
+        """For the server: the oldest that is not answered; those that were meant for another one are not."""
+        while (number := self._served[0]) < self._posted[0]:
+            start = number % DEPTH * _WORDS
+            op, part, generation, count, *numbers = self._words[start : start + _WORDS].tolist()
+            if generation == self.generation:
+                return Request(Op(op), part, tuple(numbers[:count]))
+            self._served[0] = number + 1
+        return None
 
     def change(self, op: Op) -> None:
         """For the server: the oldest is half done, and this is what is left of it."""
@@ -149,17 +161,30 @@ class Lines:
         self.memory = memory
         self._over = memory[front - 8 : front].cast("Q")
         self.stores, self.parts = count(), [0] * servers  # of a worker: numbers for stores; parts told to each server
-        self.peers = Peers(memory[: 8 * (workers + servers)].cast("Q"), rank)
+        numbers = memory[: 8 * (workers + servers)].cast("Q")  # of processes
+        replaces = bool(numbers[rank])
         self._area, self._areas = area, [front + worker * area for worker in range(workers)]
         if rank < workers:
             self.queues = [self._queue(rank, server) for server in range(servers)]
             self._free = self._areas[rank] + _pages(servers * _QUEUE)
         else:
             self.queues = [self._queue(worker, rank - workers) for worker in range(workers)]
+            for queue in self.queues if replaces else []:
+                queue.renew()
+        self.peers = Peers(numbers, rank)  # last: who sees the new server may ask it
 
     def _queue(self, worker: int, server: int) -> Queue:
         start = self._areas[worker] + server * _QUEUE
         return Queue(self.memory[start : start + _QUEUE])
+
+    def meet_again(self) -> bool:
+        """For a worker: is there a server, old or new, in every place? Then what is asked from now on is for it."""
+        if any(self.peers.trouble(self.workers + server) for server in range(self.servers)):
+            return False
+        for server, queue in enumerate(self.queues):
+            if queue.known != queue.generation:
+                queue.known, self.parts[server] = queue.generation, 0
+        return True
 
     @property
     def over(self) -> bool:

@@ -82,7 +82,8 @@ class Cluster:
         """The same in the background: gives a `Run` at once.
 
         A function with an attribute `survives` that is true goes on without ranks that have died, which give None; one
-        with an attribute `servers` needs a cluster with so many.
+        with an attribute `servers` needs a cluster with so many, and goes on with a new one when one has died if its
+        attribute `revives` is true.
         """
         run = self._new_run(fn)
         try:
@@ -101,18 +102,21 @@ class Cluster:
                 f"make it with dlab.Cluster({self.workers}, servers={servers})"
             )
         name, survives = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "survives", False)
-        return Run(self, next(_numbers), name, survives)
+        return Run(self, next(_numbers), name, survives, getattr(fn, "revives", False))
 
     def _launch(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def make() -> wire.Message:
+            return wire.Message(TASK, run.number, (Place.here(), fn, args, kwargs))
+
         try:
-            message = wire.Message(TASK, run.number, (Place.here(), fn, args, kwargs))
+            message = make()
         except Exception as problem:
             raise TypeError(
                 f"{run.name} or its arguments cannot be sent to the workers ({problem}): "
                 "open files, locks and the like must be made inside the function"
             ) from None
         with message:
-            self._supervisor.launch(run, message)
+            self._supervisor.launch(run, message, make)
 
     @property
     def pids(self) -> list[int]:

@@ -59,12 +59,7 @@ class Crew:
     def form(self, fresh: list[int]) -> None:
         """Put new workers on these seats, and let all ranks form a new process group."""
         for rank in fresh:
-            worker = Worker(self._seats[rank], self._board, self._desk)
-            self.workers[rank : rank + 1] = [worker]
-            self._selector.register(worker.channel, selectors.EVENT_READ, lambda w=worker: self._on_message(w))
-            self._selector.register(worker.process.sentinel, selectors.EVENT_READ, lambda w=worker: self._on_death(w))
-            for reader in worker.readers:
-                self._selector.register(reader.file, selectors.EVENT_READ, self.show_output)
+            self._fill(rank)
         self._group += 1
         self.form_by = time.monotonic() + self._time_to_form
         rendezvous = f"{self._rendezvous}-group-{self._group}"
@@ -72,6 +67,24 @@ class Crew:
             for worker in self.workers:
                 with contextlib.suppress(OSError):
                     message.send(worker.channel)
+
+    def _fill(self, rank: int) -> Worker:
+        """Put a new worker on a seat."""
+        worker = Worker(self._seats[rank], self._board, self._desk)
+        self.workers[rank : rank + 1] = [worker]
+        self._selector.register(worker.channel, selectors.EVENT_READ, lambda: self._on_message(worker))
+        self._selector.register(worker.process.sentinel, selectors.EVENT_READ, lambda: self._on_death(worker))
+        for reader in worker.readers:
+            self._selector.register(reader.file, selectors.EVENT_READ, self.show_output)
+        return worker
+
+    def replace_server(self, rank: int) -> Worker:
+        """In the middle of a run: it is in no group, so nobody else need know."""
+        self.show_output()
+        self._forget(self.workers[rank])
+        worker = self._fill(rank)
+        worker.ready = self._group
+        return worker
 
     @property
     def has_formed(self) -> bool:

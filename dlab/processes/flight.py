@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlab.processes import errors
+from dlab.processes import errors, wire
 from dlab.processes.errors import Report
 from dlab.processes.run import Run
 from dlab.processes.worker import FAILURE, LEFT, STOP
 
 GRACE = 0.5  # seconds in which a stopped function may return before its process is killed
 TOGETHER = 0.05  # seconds in which other ranks may fail in the same way before they are interrupted
+REVIVALS = 5  # servers in one run: more would not help
 GOSSIP = 0.2  # seconds to wait for the real culprit when a rank reports only that another one is gone
 
 
@@ -22,6 +24,8 @@ class Flight:
     """The run in progress, as the supervisor sees it."""
 
     run: Run
+    again: Callable[[], wire.Message]  # makes the message with which the run began
+    revived: int = 0  # servers
     returned: dict[int, Any] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     deaths: dict[int, tuple[float, int | None]] = field(default_factory=dict)  # by rank: when, and the exit code
@@ -45,6 +49,10 @@ class Flight:
             self.run._note([rank], "returned")
         if tag != FAILURE:
             self.ended.add(rank)
+
+    def may_revive(self, rank: int) -> bool:
+        """Is this a server whose workers can go on with a new one?"""
+        return rank >= self.run.ranks and self.run.revives and self.stop_at is None and self.revived < REVIVALS
 
     def died(self, rank: int, exitcode: int | None) -> None:
         """A rank's process is gone."""

@@ -24,11 +24,12 @@ class Run:
     `set(knob, value)`, and `events`, what the workers have logged so far.
     """
 
-    def __init__(self, cluster: Cluster, number: int, name: str, survives: bool = False) -> None:
+    def __init__(self, cluster: Cluster, number: int, name: str, survives: bool = False, revives: bool = False) -> None:
         self._cluster = cluster  # a cluster closes itself when nobody holds it: a run does
         self._supervisor = cluster._supervisor
         self.number, self.name = number, name
         self.survives = survives  # does the function go on without ranks that have died?
+        self.revives = revives  # does it go on with a new server in the place of one that has died?
         self.ranks, self.servers = cluster.workers, cluster.servers
         self.started = time.time()
         self.ended: float | None = None

@@ -59,8 +59,8 @@ class Supervisor(threading.Thread):
         if self.failed:
             raise RuntimeError(self.failed)
 
-    def launch(self, run: Run, message: wire.Message) -> None:
-        """Begin a run. Refused while another one goes on."""
+    def launch(self, run: Run, message: wire.Message, again: Callable[[], wire.Message]) -> None:
+        """Begin a run. Refused while another one goes on. `again` makes the message once more, for a new server."""
         cell = output.Cell()
 
         def begin() -> None:
@@ -75,7 +75,7 @@ class Supervisor(threading.Thread):
             self.board.clear()
             self.desk.clear()
             cell.claim_thread()
-            self._flight = Flight(run)
+            self._flight = Flight(run, again)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
                     message.send(worker.channel)
@@ -235,8 +235,19 @@ class Supervisor(threading.Thread):
         if self._flight is None:
             return False
         worker.busy = False
-        self._flight.died(worker.rank, worker.process.exitcode)
+        if self._flight.may_revive(worker.rank):
+            self._flight.revived += 1
+            self._flight.run._note([worker.rank], "running", "in the place of one that has died")
+            self._revive(worker.rank, self._flight.again)
+        else:
+            self._flight.died(worker.rank, worker.process.exitcode)
         return True
+
+    def _revive(self, rank: int, again: Callable[[], wire.Message]) -> None:
+        server = self._crew.replace_server(rank)
+        with again() as message, contextlib.suppress(OSError):  # it has just died: its sentinel tells
+            message.send(server.channel)
+        server.busy = True
 
     def _replace_lost(self) -> None:
         if self._flight is None and not self._closing:

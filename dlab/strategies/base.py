@@ -58,6 +58,10 @@ class Strategy:
         """After the last step, all ranks hold one model: that of rank 0, with its buffers."""
         spread_all(self.model.buffers(), self.wire)
 
+    def reconnect(self) -> None:
+        """After a server was lost: wait until there is a new one. Then `begin` begins anew."""
+        raise NotImplementedError
+
     def settle(self) -> None:
         """Bring to an end whatever is under way between ranks, before a checkpoint. Every rank must call it."""
 

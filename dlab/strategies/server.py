@@ -113,6 +113,10 @@ class ParameterServer(Strategy):
             return knob("staleness", self.staleness)
         return 0 if self.mode == "sync" else None
 
+    def reconnect(self) -> None:
+        """Until all servers are there, and all workers know it."""
+        self._kv.reconnect()
+
     def settle(self) -> None:
         """All that was pushed is in the weights of all. Who has died is not waited for."""
         self._meetings += 1

@@ -46,8 +46,11 @@ class Checkpoint:
         return _read(self.folder / _name(rank))
 
 
-def save_checkpoint(folder: str | Path, steps: int, wire: Transport, common: State, own: State) -> None:
-    """Every rank must call it, with the same folder (on hosts that share it). Costs a barrier and the writing."""
+def save_checkpoint(folder: str | Path, steps: int, wire: Transport, common: State, own: State) -> Path:
+    """Every rank must call it, with the same folder (on hosts that share it), and gets the checkpoint's own.
+
+    Costs a barrier and the writing.
+    """
     folder = Path(folder)
     whole, partial = folder / f"step-{steps:08d}", folder / f".step-{steps:08d}.partial"
     if wire.rank == 0:
@@ -66,6 +69,7 @@ def save_checkpoint(folder: str | Path, steps: int, wire: Transport, common: Sta
         for old in _all(folder)[:-KEPT]:
             shutil.rmtree(old)
     wire.barrier()
+    return whole
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
@@ -38,6 +39,7 @@ class Trainee:
         self.first_ranks = wire.size
         self.epoch = self.step = self.steps = 0  # the next step: in its epoch, and of all
         self.started = time.perf_counter()
+        self.saved: Path | None = None if plan.resume is None else Path(plan.resume)  # the last checkpoint
         self.losses: list[float] = []
         self.counts: list[int] = []
         # of all who began, and which of them I am
@@ -63,23 +65,30 @@ class Trainee:
         self.module = self.strategy.begin(self.model, self.optimizer, wire)
 
     def run(self) -> Share:
-        """To the end."""
+        """To the end, with whoever is there."""
+        while True:
+            try:
+                self.learn_all()
+                self.strategy.end()
+                return self.share()
+            except ConnectionError:
+                if self.plan.elastic:
+                    self.go_on_without_the_dead()
+                elif self.plan.revives:
+                    self.go_back_with_new_servers()
+                else:
+                    raise
+
+    def learn_all(self) -> None:
+        """The steps that are left, and checkpoints."""
         while self.epoch < self.plan.epochs:
             while self.step < self.course.steps(self.epoch):
-                try:
-                    self.learn()
-                except ConnectionError:
-                    if not self.plan.elastic:
-                        raise
-                    self.go_on_without_the_dead()
-                    continue
+                self.learn()
                 if self.plan.checkpoint is not None and self.plan.every and self.steps % self.plan.every == 0:
                     self.save()
             self.epoch, self.step = self.epoch + 1, 0
             if self.plan.checkpoint is not None and not self.plan.every:
                 self.save()
-        self.strategy.end()
-        return self.share()
 
     def learn(self) -> None:
         """One step, and what there is to tell of it."""
@@ -143,7 +152,7 @@ class Trainee:
             "random": torch.get_rng_state(),
             "strategy": self.strategy.state(),
         }
-        save_checkpoint(self.plan.checkpoint, self.steps, self.wire, common, own)
+        self.saved = save_checkpoint(self.plan.checkpoint, self.steps, self.wire, common, own)
 
     def _gather(self, numbers: list[float] | list[int]) -> torch.Tensor:
         """Of all ranks, a row each."""
@@ -194,6 +203,19 @@ class Trainee:
         self.course.redeal(self.epoch, self.step, wire.size)
         if wire.rank == 0:
             print(f"a rank has died: ranks {', '.join(map(str, alive))} go on from step {self.steps}")
+
+    def go_back_with_new_servers(self) -> None:
+        """All that a server knew is gone with it: go on from the last checkpoint, or from the beginning."""
+        self.strategy.reconnect()
+        self.join(self.wire)
+        if self.saved is not None:
+            self.resume(open_checkpoint(self.saved))
+        else:
+            self.course = Course(self.data, self.wire.size, self.plan.batch_size, self.plan.order, self.plan.seed)
+            self.epoch = self.step = self.steps = 0
+            self.losses, self.counts = [], []
+        if self.wire.rank == 0:
+            print(f"a server has died: a new one goes on from step {self.steps}")
 
     def share(self) -> Share:
         """The results, of which some are for one rank to bring."""

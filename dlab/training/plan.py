@@ -121,6 +121,11 @@ class Training:
         return self.elastic or self.strategy.survives
 
     @property
+    def revives(self) -> bool:
+        """Does it go on from its last checkpoint with a new server in the place of one that has died?"""
+        return self.checkpoint is not None and self.strategy.servers > 0
+
+    @property
     def servers(self) -> int:
         """How many it needs."""
         return self.strategy.servers

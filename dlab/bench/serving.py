@@ -1,0 +1,90 @@
+"""Updates per second of asynchronous parameter servers: dlab's, against PyTorch's RPC and against gloo's messages.
+
+One server and three workers on the MLP, each process with one thread; then how it grows with the number of servers.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from statistics import median
+
+import torch
+
+from dlab.bench.measure import Moments, alternate, moments, span
+from dlab.bench.rows import AtLeast, Grid, Row, number, row
+from dlab.bench.servers import LR, WARM_UP, Worker, alone_updates, flat, gloo_updates, rpc_updates
+from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.processes.cluster import Cluster
+from dlab.processes.inside import rank, transport
+
+WORKERS, BATCH, STEPS, ROUNDS = 3, 32, 250, 5
+SERVERS = (1, 2, 4)
+TARGETS = {"PyTorch's RPC": 2.3, "a server by gloo's send and recv": 2.3}
+
+
+def dlab_updates(servers: int, batch: int, steps: int) -> float:
+    """Updates per second of all workers together."""
+    with Cluster(WORKERS, servers=servers, threads=1) as cluster:
+        taken: list[Moments] = cluster.run(push_and_pull, batch, steps)
+    return WORKERS * steps / span(taken)
+
+
+def push_and_pull(batch: int, steps: int) -> Moments:
+    """Train on the servers' weights. Runs in a worker."""
+    worker, weights = Worker(rank(), batch), flat()
+    kv = DistStore("dist_async")
+    kv.big = 1  # cut over all servers
+    kv.init("weights", weights)
+    kv.set_optimizer("sgd", lr=LR)
+    weights = kv.settle_in("weights", weights)
+    torch.nn.utils.vector_to_parameters(weights, worker.parameters)  # they are parts of `weights` now
+
+    def step() -> None:
+        kv.push_pieces("weights", [gradient.view(-1) for gradient in worker.backward()], AT_ONCE)
+        kv.pull("weights", out=weights)
+
+    for _ in range(WARM_UP):
+        step()
+    return moments(step, steps, transport().barrier)
+
+
+@cache
+def measured(quick: bool) -> dict[str, list[float]]:
+    """Updates per second of each design, a number for each round."""
+    steps, rounds = (20, 1) if quick else (STEPS, ROUNDS)
+    designs = {
+        "dlab": partial(dlab_updates, 1, BATCH, steps),
+        "PyTorch's RPC": partial(rpc_updates, WORKERS, BATCH, steps),
+        "a server by gloo's send and recv": partial(gloo_updates, WORKERS, BATCH, steps),
+        "no exchange": partial(alone_updates, WORKERS, BATCH, steps),
+    }
+    return dict(zip(designs, alternate(*designs.values(), rounds=rounds), strict=True))
+
+
+def against(rival: str, name: str, quick: bool) -> Row:
+    """How many times as many updates."""
+    rates = measured(quick)
+    ours, theirs = median(rates["dlab"]), median(rates[rival])
+    ratios = [mine / other for mine, other in zip(rates["dlab"], rates[rival], strict=True)]
+    note = (
+        f"{len(ratios)} rounds, {number(min(ratios))}x to {number(max(ratios))}x; 1 server, {WORKERS} workers, MLP, "
+        f"batch {BATCH}; workers that exchange nothing: {number(median(rates['no exchange']))} 1/s"
+    )
+    return Row(name, ours, theirs, ours / theirs, AtLeast(TARGETS[rival]), "1/s", note)
+
+
+@row("updates per second with several servers")
+def several(name: str, quick: bool) -> Grid:
+    """The weights are cut over all servers."""
+    steps, rounds = (20, 1) if quick else (STEPS, ROUNDS)
+    designs = [partial(dlab_updates, servers, batch, steps) for batch in (32, 128) for servers in SERVERS]
+    rates = [number(median(each)) for each in alternate(*designs, rounds=rounds)]
+    lines = [
+        (f"batch {batch}", *rates[place : place + len(SERVERS)]) for batch, place in ((32, 0), (128, len(SERVERS)))
+    ]
+    note = f"{rounds} rounds; {WORKERS} workers, asynchronous, the MLP; processes share the cores of this machine"
+    return Grid(name, ("", *(f"{servers} server{'s' * (servers > 1)}" for servers in SERVERS)), lines, note)
+
+
+for _rival in TARGETS:
+    row(f"updates per second of an asynchronous server, against {_rival}")(partial(against, _rival))
