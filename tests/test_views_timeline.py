@@ -180,7 +180,7 @@ def test_what_goes_to_the_browser_is_the_latest_and_bounded(tmp_path):
     events += [_message(0, 1, 1000.0 + at, 1000.0 + at + 0.1) for at in range(9000)]
     view = Timeline(events)
     data = view.data()
-    assert [lane["rank"] for lane in data["lanes"]] == [0, 1, 2, 3]
+    assert [lane["name"] for lane in data["lanes"]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert all(len(lane["steps"]) == 3 * 1500 and lane["steps"].dtype == np.float32 for lane in data["lanes"])
     assert len(data["lanes"][0]["messages"]) == 3 * 1500
     steps = data["lanes"][2]["steps"].reshape(-1, 3)

@@ -1,7 +1,9 @@
 """Checks for the exercises of the notebooks: each says "well done …", or "not yet: …" with the first thing to mend."""
 
+from dlab.exercises.quantising import check_quantiser
 from dlab.exercises.ring import check_ring
+from dlab.exercises.serving import check_update
 from dlab.exercises.sgd import check_step
 from dlab.exercises.staleness import check_staleness
 
-__all__ = ["check_ring", "check_staleness", "check_step"]
+__all__ = ["check_quantiser", "check_ring", "check_staleness", "check_step", "check_update"]

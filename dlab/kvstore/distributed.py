@@ -189,9 +189,10 @@ class DistStore(KVStore):
     # for strategies, which know what they do
 
     def settle_in(self, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """Where to pull a key's value into: where the server writes it, if there is only one; else `value`."""
+        """Where to pull a key's value into: where the server writes it, if there is only one; else `value`, and on a
+        GPU as well."""
         (shelf, *others) = self._shelves[key]
-        if others:
+        if others or not value.is_cpu:
             return value
         shelf.place.value.copy_(value)
         return shelf.place.value
@@ -208,7 +209,7 @@ class DistStore(KVStore):
                 for piece, last in zip(pieces, ends, strict=True)
                 if last > begin and last - len(piece) < end
             ]
-            if self._compression is None:
+            if self._compression is None and some[0].is_cpu:
                 torch.cat(some, out=shelf.place.gradient)
                 laid = DENSE, 0, shelf.place.gradient.nbytes
             else:

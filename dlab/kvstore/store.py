@@ -167,7 +167,7 @@ class KVStore(ABC):
     def _code(self, key: Key, number: int, gradient: torch.Tensor, code: torch.Tensor) -> None:
         """Compress into `code`; what is lost is added to the next gradient of the same key and number."""
         assert self._compression is not None
-        flat = gradient.reshape(-1)
+        flat = gradient.reshape(-1).cpu()
         if (key, number) not in self._residuals:
             self._residuals[key, number] = torch.zeros_like(flat)
         self._compression.encode(flat, self._residuals[key, number], code)
@@ -258,9 +258,9 @@ class DeviceSyncStore(LocalStore):
             code = torch.empty(self._compression.nbytes(total.numel()), dtype=torch.uint8)
             self._code(key, 0, total, code)
             parts = []
-            for each in all_gather(code, self._wire):
+            for each in all_gather(code.to(total.device), self._wire):
                 parts.append(torch.empty(total.numel()))
-                self._compression.decode(each, parts[-1])
+                self._compression.decode(each.cpu(), parts[-1])
             total = add_up(parts).view(total.shape)
         self._update(key, total)
 
