@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dlab.bench import compressing
-from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit, compression
+from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit, compression
 
 ALL = [TwoBit(0.5), TwoBit(0.1), OneBit(), OneBit(-0.25), TopK(0.01), TopK(0.3), TopK(1.0), BFloat16()]
 MODULE = sys.modules[Compression.__module__]  # the package may offer a function of that name

@@ -14,7 +14,7 @@ import torch
 
 from dlab.bench.measure import alternate, seconds
 from dlab.bench.rows import AtLeast, Grid, Row, number, row
-from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit
+from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit
 
 KINDS: tuple[Compression, ...] = (TwoBit(), OneBit(), BFloat16(), TopK(0.01))
 SIZES = {4 << 20: "4 MiB", 64 << 20: "64 MiB"}

@@ -3,7 +3,7 @@
 Taught in `05_parameter_server.ipynb` and `06_gradient_compression.ipynb`.
 """
 
-from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit, compression
+from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit, compression
 from dlab.kvstore.distributed import DistStore
 from dlab.kvstore.placement import BIG, Part, place
 from dlab.kvstore.store import DeviceSyncStore, KVStore, LocalStore

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlab.kvstore.compression import Compression, compression
+from dlab.kvstore.codes import Compression, compression
 from dlab.kvstore.lines import Lines, Op, Place, Queue, Request
 from dlab.kvstore.placement import Key
 from dlab.kvstore.updates import Optimizing, Updater

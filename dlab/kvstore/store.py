@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dlab.collectives import all_gather, broadcast
-from dlab.kvstore.compression import Compression, compression
+from dlab.kvstore.codes import Compression, compression
 from dlab.kvstore.placement import Key
 from dlab.kvstore.updates import Optimizing, Updater, recipe
 from dlab.processes.inside import transport

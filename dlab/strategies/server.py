@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlab.kvstore.compression import compression as make_compression
+from dlab.kvstore.codes import compression as make_compression
 from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.server import ROUND
 from dlab.processes.inside import knob
