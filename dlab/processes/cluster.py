@@ -139,7 +139,7 @@ class Cluster:
         self.close()
 
     def __repr__(self) -> str:
-        servers = f" and {self.servers} servers" if self.servers else ""
+        servers = f" and {self.servers} server{'s' * (self.servers > 1)}" if self.servers else ""
         return f"<Cluster of {self.workers} workers{servers} on {self.backend}{', closed' if self.closed else ''}>"
 
 

@@ -17,7 +17,7 @@ from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.server import ROUND
 from dlab.processes.inside import knob
 from dlab.processes.watching import tell
-from dlab.strategies.base import Stopwatch, Strategy, Told
+from dlab.strategies.base import Stopwatch, Strategy, Told, spread_all
 from dlab.transports import Group, Transport
 
 MODES = ("sync", "async", "ssp")
@@ -55,7 +55,8 @@ class ParameterServer(Strategy):
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
         """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""
-        super().begin(model, optimizer, wire)
+        self.model, self.optimizer, self.wire = model, optimizer, wire
+        spread_all(model.buffers(), wire)
         if len(optimizer.param_groups) > 1:
             raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -67,6 +68,7 @@ class ParameterServer(Strategy):
         if self.compression is not None:
             self._kv.set_gradient_compression(self.compression)
         self._weights = self._kv.settle_in("weights", weights)
+        self._kv.pull("weights", out=self._weights)
         self._hand_out()
         self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
         return model
@@ -110,7 +112,8 @@ class ParameterServer(Strategy):
     def _bound(self) -> int | None:
         """How many steps this worker may be ahead."""
         if self.mode == "ssp":
-            return knob("staleness", self.staleness)
+            bound = knob("staleness", self.staleness)
+            return None if bound is None else int(bound)
         return 0 if self.mode == "sync" else None
 
     def reconnect(self) -> None:
