@@ -8,7 +8,7 @@ from typing import Any
 
 from dlab.events import Event
 from dlab.processes.cluster import Cluster, cluster
-from dlab.processes.run import Run
+from dlab.processes.run import Run, finish
 
 
 class Race:
@@ -20,6 +20,7 @@ class Race:
         self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
         self._workers, self._stopped = workers, False
         self._error: Exception | None = None
+        self.pictures: list[threading.Thread] = []  # those who draw it
         self._clusters = (
             [Cluster(workers, servers=_servers(each)) for each in self._functions.values()] if at_once else []
         )
@@ -50,6 +51,7 @@ class Race:
         except KeyboardInterrupt:
             self.stop()
             raise
+        finish(self.pictures)
         if self._error is not None:
             raise self._error
         return {name: run.wait() for name, run in self.runs.items()}

@@ -16,6 +16,8 @@ from dlab.processes.stacks import Where
 if TYPE_CHECKING:
     from dlab.processes.cluster import Cluster
 
+STILL = 20.0  # seconds that a last picture may take
+
 
 class Run:
     """What `cluster.start(fn)` gives: the function runs, the notebook stays free.
@@ -42,6 +44,7 @@ class Run:
         self._error: WorkerError | None = None
         self._stopped = False
         self._journal = Journal()
+        self.pictures: list[threading.Thread] = []  # those who draw it, and leave a still when it has ended
         self.states: list[Event] = []  # what became of each rank, as the supervisor saw it: events of kind `state`
 
     # --- waiting
@@ -56,10 +59,14 @@ class Run:
 
         Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
         Interrupting the kernel while it waits stops the run. After `stop()`, the ranks that had not returned give
-        None.
+        None. Where the run is being drawn, the last picture is there when this returns.
         """
         try:
-            results = self._wait(timeout, then_stop=False)
+            try:
+                results = self._wait(timeout, then_stop=False)
+            finally:
+                if self.done:
+                    finish(self.pictures)
             if self._make is None:
                 return results
             if self._result is None:
@@ -181,6 +188,12 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.name} on {self.ranks} workers: {self.state}, {len(self.events)} events>"
+
+
+def finish(pictures: Iterable[threading.Thread]) -> None:
+    """Wait until they are complete: a notebook that is executed as a whole keeps only what comes while a cell runs."""
+    for each in pictures:
+        each.join(STILL)
 
 
 def _tell(places: dict[int, Where]) -> str:

@@ -49,6 +49,7 @@ class Watched(Protocol):
     ranks: int
     servers: int
     states: list[Event]
+    pictures: list[threading.Thread]
 
     def since(self, place: int) -> tuple[list[Records], int]: ...
     @property
@@ -152,6 +153,7 @@ def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
     live = Live(panel, handle, make_controls)
     handle.display(live.box)
     thread = threading.Thread(target=live.follow, name="dlab-panel", daemon=True)
+    panel.run.pictures.append(thread)
     thread.start()
     return thread
 
