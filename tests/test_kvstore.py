@@ -111,6 +111,13 @@ def test_ranks_are_those_of_the_workers(cluster):
     assert cluster.run(lambda: [kvstore.create(type).rank for type in DISTRIBUTED]) == [[r] * 3 for r in range(WORKERS)]
 
 
+@pytest.mark.parametrize("type", DISTRIBUTED)
+def test_each_worker_writes_checkpoints_under_a_name_of_its_own(cluster, type):
+    names = cluster.run(lambda: kvstore.create(type).prefix("mnist"))
+    assert names == ["mnist", "mnist-1", "mnist-2", "mnist-3"]
+    assert kvstore.create("local").prefix("mnist") == "mnist"
+
+
 def test_the_batch_size_is_per_worker(cluster):
     """n workers with batches of b learn what one process learns with a batch of n * b."""
     torch.manual_seed(0)
@@ -441,6 +448,18 @@ def test_faults_are_told_in_a_sentence_and_nobody_hangs(cluster, fault, sentence
     if fault not in (_compress_integers,):
         with pytest.raises((LookupError, ValueError, TypeError, IndexError), match=sentence):
             fault(kvstore.create("device"))
+
+
+@pytest.mark.parametrize("fill", [torch.zeros(4), torch.zeros(3, dtype=torch.float64), torch.zeros(3, 1)])
+def test_ranks_that_do_not_agree_on_a_key_are_told(cluster, fill):
+    def disagree():
+        kv = kvstore.create("dist_sync")
+        kv.init("w", fill if kv.rank == 2 else torch.zeros(3))
+
+    with pytest.raises(
+        dlab.WorkerError, match=r"server . failed: ValueError: rank . gives key 'w' the shape .*all ranks"
+    ):
+        cluster.run(disagree, timeout=30)
 
 
 def test_an_asynchronous_store_wants_to_know_what_to_do(cluster):

@@ -26,7 +26,7 @@ def four():
         yield cluster
 
 
-@pytest.mark.parametrize("changed", [{}, {"order": "global"}, {"optimizer": adam}, {"accumulate": 3}])
+@pytest.mark.parametrize("changed", [{}, {"order": "global", "optimizer": adam, "accumulate": 3}])
 def test_sync_equals_one_process_on_the_same_global_batches(cluster, changed):
     given = options(cluster.workers, **changed)
     result = dlab.train(network, data(), dlab.ParameterServer(servers=2), on=cluster, **given).wait(60)
@@ -34,10 +34,9 @@ def test_sync_equals_one_process_on_the_same_global_batches(cluster, changed):
     assert difference(result.model, plain(cluster.workers, **given)) < 1e-12
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-def test_the_number_of_servers_changes_nothing(servers):
+def test_the_number_of_servers_changes_nothing():
     given = options(2)
-    result = dlab.train(network, data(), dlab.ParameterServer(servers=servers), workers=2, **given).wait(60)
+    result = dlab.train(network, data(), dlab.ParameterServer(servers=3), workers=2, **given).wait(60)
     assert result.identical
     assert difference(result.model, plain(2, **given)) < 1e-12
 

@@ -29,9 +29,8 @@ class Op(IntEnum):
     INIT = 1  # keep this key (in the text) and show me where to lay what
     PUSH = 2
     PULL = 3
-    PUSH_PULL = 4
-    SET = 5  # an optimizer, a compression, a learning rate (in the text)
-    CLOCK = 6  # I begin step n: let me wait until nobody is too far behind
+    SET = 4  # an optimizer, a compression, a learning rate (in the text)
+    CLOCK = 5  # I begin step n: let me wait until nobody is too far behind
 
 
 class Request(NamedTuple):
@@ -89,10 +88,6 @@ class Queue:
                 return Request(Op(op), part, tuple(numbers[:count]))
             self._served[0] = number + 1
         return None
-
-    def change(self, op: Op) -> None:
-        """For the server: the oldest is half done, and this is what is left of it."""
-        self._words[self._served[0] % DEPTH * _WORDS] = op
 
     def serve(self, reply: int = 0) -> None:
         """For the server: it is answered, perhaps with a number."""

@@ -40,6 +40,7 @@ class Held:
     key: Key
     store: Store
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
     value: torch.Tensor | None = None  # until rank 0 has given it
     places: dict[int, Place] = field(default_factory=dict)
     laid: dict[int, tuple[int, int]] = field(default_factory=dict)  # of this round, by worker: kind, rows
@@ -114,13 +115,8 @@ class Server:
             return self._may_begin(worker, *request.numbers)
         else:
             held = self._parts[worker][request.part]
-            if request.op in (Op.PUSH, Op.PUSH_PULL):
-                if not self._push(worker, held, *request.numbers):
-                    return False
-                if request.op == Op.PUSH_PULL:
-                    queue.change(Op.PULL)
-            if request.op in (Op.PULL, Op.PUSH_PULL):
-                return self._pull(worker, held, *request.numbers[:2])
+            answer = self._push if request.op == Op.PUSH else self._pull
+            return answer(worker, held, *request.numbers)
         return True
 
     # keys
@@ -133,6 +129,12 @@ class Server:
             self._held[name] = Held(what["key"], store, tuple(what["shape"]))
         held = self._held[name]
         dtype: torch.dtype = getattr(torch, what["dtype"])
+        held.dtype = held.dtype or dtype
+        if (held.shape, held.dtype) != (tuple(what["shape"]), dtype):
+            raise ValueError(
+                f"rank {worker} gives key {held.key!r} the shape {tuple(what['shape'])} of {dtype}, others gave it "
+                f"{held.shape} of {held.dtype}: all ranks must call kv.init with the same"
+            )
         count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
         place = held.places[worker] = Place(self._lines.memory, what["place"], count, dtype, rows)
         if worker == 0:

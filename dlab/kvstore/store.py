@@ -116,6 +116,13 @@ class KVStore(ABC):
         self._compression = compression(params)
         self._compress(params)
 
+    def prefix(self, name: str) -> str:
+        """Where this worker writes a checkpoint, as MXNet's users know it: `name` for rank 0, `name-r` for rank r.
+
+        >>> torch.save(model.state_dict(), kv.prefix("mnist") + ".pt")  # mnist.pt, mnist-1.pt, mnist-2.pt, …
+        """
+        return name if self.rank == 0 else f"{name}-{self.rank}"
+
     def barrier(self) -> None:  # noqa: B027  (there may be only one)
         """Wait for all workers."""
 
