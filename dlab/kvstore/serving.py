@@ -1,6 +1,6 @@
-"""What a server process of a cluster does while workers run a function: serve them.
+"""Who serves: the server processes of a cluster, or, where nobody has started any, the last ranks of a wire.
 
-It has been sent the same function as the workers, and runs nothing else than what is in it.
+A server has been sent the same function as the workers, and runs nothing else than what is in it.
 """
 
 from __future__ import annotations

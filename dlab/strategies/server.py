@@ -30,7 +30,8 @@ class ParameterServer(Strategy):
     `mode="sync"`: an update waits for the gradients of all workers. `"async"`: each gradient is an update as soon as it
     comes. `"ssp"`: the same, but no worker begins a step more than `staleness` steps ahead of the slowest; 0 is sync,
     None is async; the knob `staleness` changes it while it trains. `compression` is for what workers push: "2bit", …,
-    see `dlab.kvstore.compression`. In async and ssp mode a worker that dies is missed by nobody.
+    see `dlab.kvstore.compression`. In async and ssp mode a worker that dies is missed by nobody. A server that dies
+    ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
 
     The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
     new weights are written where the model has them.
