@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,23 @@ class TwoLayer(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+class Stretches:
+    """Parameters that lie one after another in a flat tensor, which may be another one each time."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._views: dict[int, list[torch.Tensor]] = {}  # by where the tensor is
+
+    def lie_in(self, flat: torch.Tensor) -> None:
+        """From now on."""
+        if flat.data_ptr() not in self._views:
+            parts = flat.split([parameter.numel() for parameter in self._parameters])
+            views = [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
+            self._views[flat.data_ptr()] = views
+        for parameter, view in zip(self._parameters, self._views[flat.data_ptr()], strict=True):
+            parameter.data = view
 
 
 def flatten_gradients(model: nn.Module, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from functools import cache, partial
 from statistics import median
 
-import torch
-
 from dlab.bench.measure import Moments, alternate, moments, span
 from dlab.bench.rows import AtLeast, Grid, Row, number, row
 from dlab.bench.servers import LR, WARM_UP, Worker, alone_updates, flat, gloo_updates, rpc_updates
 from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.models import Stretches
 from dlab.processes.cluster import Cluster
 from dlab.processes.inside import rank, transport
 
@@ -32,16 +31,15 @@ def dlab_updates(servers: int, batch: int, steps: int) -> float:
 def push_and_pull(batch: int, steps: int) -> Moments:
     """Train on the servers' weights. Runs in a worker."""
     worker, weights = Worker(rank(), batch), flat()
+    stretches = Stretches(worker.parameters)
     kv = DistStore("dist_async")
     kv.big = 1  # cut over all servers
     kv.init("weights", weights)
     kv.set_optimizer("sgd", lr=LR)
-    weights = kv.settle_in("weights", weights)
-    torch.nn.utils.vector_to_parameters(weights, worker.parameters)  # they are parts of `weights` now
 
     def step() -> None:
         kv.push_pieces("weights", [gradient.view(-1) for gradient in worker.backward()], AT_ONCE)
-        kv.pull("weights", out=weights)
+        stretches.lie_in(kv.borrow("weights", weights))
 
     for _ in range(WARM_UP):
         step()

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dlab.kvstore.lines import DEPTH, Lines, Op, Place, Queue
+from dlab.kvstore.lines import DEPTH, Lines, Op, Place
 from dlab.kvstore.placement import BIG, Key, Part, place
-from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, lay_rows
+from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
 from dlab.kvstore.serving import Workers, digest_of, lines
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
@@ -31,6 +31,7 @@ class Shelf:
     def __init__(self, part: Part, number: int, place: Place) -> None:
         self.part, self.number, self.place = part, number, place
         self.pushes = 0
+        self.copies: dict[int, torch.Tensor] = {}  # the server's, by where they are
 
 
 class DistStore(KVStore):
@@ -68,7 +69,7 @@ class DistStore(KVStore):
             shape = (count // row, *value.shape[1:]) if rows else value.shape if count == value.numel() else (count,)
             found, offset = self._lines.place(count, value.dtype, shape[0] if shape else 0)
             if self.rank == 0:
-                found.value.copy_(flat[part.begin : part.end])
+                found.gradient.copy_(flat[part.begin : part.end])
             told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
             self._tell(part.server, Op.INIT, told | {"dtype": str(value.dtype).removeprefix("torch.")})
             shelves.append(Shelf(part, self._lines.parts[part.server], found))
@@ -113,7 +114,7 @@ class DistStore(KVStore):
             self._hand_in(key, shelf, self._bound, start, *self._lay(key, shelf, part, numbers))
 
     def _hand_in(self, key: Key, shelf: Shelf, bound: int, start: float, kind: int, rows: int, nbytes: int) -> None:
-        self._queue(shelf).post(Op.PUSH, shelf.number, kind, rows, bound)
+        self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, rows, bound)
         shelf.pushes += 1
         self._record("push", key, shelf, nbytes, start, to_server=True)
 
@@ -149,8 +150,10 @@ class DistStore(KVStore):
     def _lay(self, key: Key, shelf: Shelf, part: torch.Tensor, numbers: torch.Tensor | None) -> tuple[int, int, int]:
         """Put it where the server will read it: how, how many rows, how many bytes."""
         if numbers is not None:
-            lay_rows(shelf.place, numbers, part)
-            return ROWS, len(numbers), 8 * len(numbers) + part.numel() * part.element_size()
+            there, values = rows_in(shelf.place, len(numbers), part.shape, part.dtype)
+            there.copy_(numbers)
+            values.copy_(part.view_as(values))
+            return ROWS, len(numbers), there.nbytes + values.nbytes
         if self._compression is not None:
             nbytes = self._compression.nbytes(len(part))
             self._code(key, self._shelves[key].index(shelf), part, shelf.place.raw[:nbytes])
@@ -161,14 +164,13 @@ class DistStore(KVStore):
 
     def _pull(self, key: Key, targets: list[torch.Tensor]) -> None:
         start = time.time()
-        asked = [(shelf, self._post(shelf, DENSE, 0)) for shelf in self._shelves[key]]
+        asked = [(shelf, self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0)) for shelf in self._shelves[key]]
         for shelf, number in asked:
             self._wait(shelf.part.server, number, f"answer its pull of key {key!r}")
-            part = slice(shelf.part.begin, shelf.part.end)
+            found, part = self._found(shelf, number), slice(shelf.part.begin, shelf.part.end)
             for target in targets:
-                if target.data_ptr() != shelf.place.value.data_ptr():
-                    _flat(target)[part].copy_(shelf.place.value)
-            self._record("pull", key, shelf, shelf.place.value.nbytes, start, to_server=False)
+                _flat(target)[part].copy_(found)
+            self._record("pull", key, shelf, found.nbytes, start, to_server=False)
 
     def _pull_rows(self, key: Key, rows: torch.Tensor, out: torch.Tensor) -> None:
         distinct, where = rows.unique(return_inverse=True)
@@ -178,37 +180,46 @@ class DistStore(KVStore):
                 continue
             start = time.time()
             self._wait_until_applied(shelf)  # the numbers go where a gradient may still be
-            lay_rows(shelf.place, numbers, None)
-            asked = self._post(shelf, ROWS, len(numbers))
+            there, got = rows_in(shelf.place, len(numbers), out.shape, out.dtype)
+            there.copy_(numbers)
+            asked = self._ask(shelf.part.server, Op.PULL, shelf.number, ROWS, len(numbers))
             self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
-            got = shelf.place.value[: len(numbers) * self._row(key)]
             found[here] = got.view(len(numbers), *out.shape[1:])
-            self._record("pull", key, shelf, got.nbytes + 8 * len(numbers), start, to_server=False)
+            self._record("pull", key, shelf, there.nbytes + got.nbytes, start, to_server=False)
         out.copy_(found[where])
 
     # for strategies, which know what they do
 
-    def settle_in(self, key: Key, value: torch.Tensor) -> torch.Tensor:
-        """Where to pull a key's value into: where the server writes it, if there is only one; else `value`, and on a
-        GPU as well."""
+    def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
+        """The newest value, flat, to be read only, until it is pulled again: where the server has it, if it is one;
+        of several, or for a GPU, it is pulled into `own`."""
         (shelf, *others) = self._shelves[key]
-        if others or not value.is_cpu:
-            return value
-        shelf.place.value.copy_(value)
-        return shelf.place.value
+        if others or not own.is_cpu:
+            self._pull(key, [own])
+            return own
+        start, number = time.time(), self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0)
+        self._wait(shelf.part.server, number, f"answer its pull of key {key!r}")
+        found = self._found(shelf, number)
+        self._record("pull", key, shelf, found.nbytes, start, to_server=False)
+        return found
 
-    def push_pieces(self, key: Key, pieces: Sequence[torch.Tensor], bound: int) -> None:
+    def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int) -> None:
         """Push a gradient that comes in flat pieces, one after another, each copied once."""
-        ends = list(accumulate(map(len, pieces)))
+        counts = [piece.numel() for piece in pieces]
+        ends = list(accumulate(counts))
         for shelf in self._shelves[key]:
             start = time.time()
             self._wait_until_applied(shelf)
             begin, end = shelf.part.begin, shelf.part.end
-            some = [
-                piece[max(0, begin - last + len(piece)) : len(piece) - max(0, last - end)]
-                for piece, last in zip(pieces, ends, strict=True)
-                if last > begin and last - len(piece) < end
-            ]
+            some = (
+                pieces
+                if end - begin == ends[-1]
+                else [
+                    piece[max(0, begin - last + count) : count - max(0, last - end)]
+                    for piece, count, last in zip(pieces, counts, ends, strict=True)
+                    if last > begin and last - count < end
+                ]
+            )
             if self._compression is None and some[0].is_cpu:
                 torch.cat(some, out=shelf.place.gradient)
                 laid = DENSE, 0, shelf.place.gradient.nbytes
@@ -223,7 +234,7 @@ class DistStore(KVStore):
             pieces, reply = [], 0
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
-                asked = self._post(shelf, SLOT, len(found))
+                asked = self._ask(shelf.part.server, Op.PULL, shelf.number, SLOT, len(found))
                 self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
                 reply = self._lines.queues[shelf.part.server].reply(asked)
                 pieces.append(shelf.place.gradient.clone())
@@ -237,7 +248,7 @@ class DistStore(KVStore):
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
                 shelf.place.gradient.copy_(content.reshape(-1)[shelf.part.begin : shelf.part.end])
-                self._queue(shelf).post(Op.PUSH, shelf.number, kind, number, steps)
+                self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, number, steps)
                 shelf.pushes += 1
                 self._wait_until_applied(shelf)
 
@@ -256,7 +267,7 @@ class DistStore(KVStore):
 
     def clock(self, clock: int, bound: int | None) -> int:
         """Begin step number `clock`, as soon as nobody who lives is more than `bound` steps behind; None is any."""
-        number = self._lines.queues[0].post(Op.CLOCK, 0, clock, -1 if bound is None else bound)
+        number = self._ask(0, Op.CLOCK, 0, clock, -1 if bound is None else bound)
         self._wait(0, number, f"let it begin step {clock}")
         return self._lines.queues[0].reply(number)
 
@@ -270,21 +281,27 @@ class DistStore(KVStore):
 
     # asking and waiting
 
-    def _queue(self, shelf: Shelf) -> Queue:
-        """With room for one more request."""
-        queue = self._lines.queues[shelf.part.server]
+    def _ask(self, server: int, op: Op, part: int, *numbers: int) -> int:
+        """As soon as there is room for one more request; gives the number to wait for."""
+        queue = self._lines.queues[server]
         if queue.posted - queue.served >= DEPTH:
-            self._wait(shelf.part.server, queue.posted - DEPTH + 1, "take its requests")
-        return queue
+            self._wait(server, queue.posted - DEPTH + 1, "take its requests")
+        number = queue.post(op, part, *numbers)
+        self._lines.ring(server)
+        return number
 
-    def _post(self, shelf: Shelf, kind: int, rows: int) -> int:
-        return self._queue(shelf).post(Op.PULL, shelf.number, kind, rows)
+    def _found(self, shelf: Shelf, number: int) -> torch.Tensor:
+        """Where the server has told that the weights are."""
+        offset = self._lines.queues[shelf.part.server].reply(number)
+        if offset not in shelf.copies:
+            shelf.copies[offset] = self._lines.tensor(offset, shelf.place.gradient.numel(), shelf.place.gradient.dtype)
+        return shelf.copies[offset]
 
     def _tell(self, server: int, op: Op, what: dict[str, Any]) -> None:
         queue = self._lines.queues[server]
         self._wait(server, queue.posted, "take its requests")  # the text of the last one is still there
         queue.write(what)
-        self._wait(server, queue.post(op, 0), f"take in {what}")
+        self._wait(server, self._ask(server, op, 0), f"take in {what}")
 
     def _wait(self, server: int, number: int, what: str) -> None:
         queue = self._lines.queues[server]
@@ -300,7 +317,9 @@ class DistStore(KVStore):
 
     def _wait_for(self, server: int, what: str, done: Callable[[], bool]) -> None:
         complaint = f"rank {self.rank} has waited for server {server} to {what}"
-        wait = Patience(self._lines.peers, self._timeout, lambda: (self.num_workers + server, complaint))
+        wait = Patience(
+            self._lines.peers, self._timeout, lambda: (self.num_workers + server, complaint), self._lines.bell
+        )
         while not done():
             wait()
             if self._lines.over and not done():

@@ -1,7 +1,7 @@
 """Lines between workers and servers of one host: a queue of requests for each pair, and tensors where both see them.
 
-A worker lays a gradient down in its own area and asks; the server reads it there, and lays the new weights down in the
-worker's area: one copy each way, no system call. Taught in `05_parameter_server.ipynb`.
+A worker lays a gradient down in its own area and asks; the server reads it there, and tells where it has the new
+weights: one copy there and none back, and a bell for who sleeps meanwhile. Taught in `05_parameter_server.ipynb`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dlab.processes.board import Desk, Front
 from dlab.transports.patience import Peers
 
 DEPTH = 256  # requests in a queue
@@ -112,20 +113,16 @@ class Queue:
 
 
 class Place:
-    """Where a worker and a server lay down tensors of one part of one key for each other.
+    """Where a worker lays down what belongs to one part of a key, for the server that keeps it.
 
     `applied` counts the pushes that are in the weights: only then may the worker lay down the next gradient.
     """
 
     def __init__(self, memory: memoryview, offset: int, count: int, dtype: torch.dtype, rows: int) -> None:
         self._numbers = memory[offset : offset + _LINE].cast("Q")
-        nbytes = max(1, count * dtype.itemsize)
-        gradient = offset + _PAGE
-        self.value_at = gradient + _pages(room_for_gradient(count, dtype, rows))
-        self.end = self.value_at + _pages(nbytes)
-        self.raw = torch.frombuffer(memory, dtype=torch.uint8, count=self.value_at - gradient, offset=gradient)
+        nbytes = room_for_gradient(count, dtype, rows)
+        self.raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset + _PAGE)
         self.gradient = self.raw[: count * dtype.itemsize].view(dtype)
-        self.value = torch.frombuffer(memory, dtype=dtype, count=max(1, count), offset=self.value_at)[:count]
 
     @property
     def applied(self) -> int:
@@ -151,22 +148,23 @@ def room_for_gradient(count: int, dtype: torch.dtype, rows: int) -> int:
 class Lines:
     """All lines of one worker, or of one server: `queues` by the number of the other side."""
 
-    def __init__(self, memory: memoryview, front: int, area: int, rank: int, workers: int, servers: int) -> None:
+    def __init__(self, memory: memoryview, rank: int, workers: int, servers: int) -> None:
         self.rank, self.workers, self.servers = rank, workers, servers
-        self.memory = memory
-        self._over = memory[front - 8 : front].cast("Q")
+        self.memory, self._front = memory, Front(memory, workers + servers)
+        self.bell, self.end = self._front.bells[rank], self._front.end
         self.stores, self.parts = count(), [0] * servers  # of a worker: numbers for stores; parts told to each server
-        numbers = memory[: 8 * (workers + servers)].cast("Q")  # of processes
-        replaces = bool(numbers[rank])
-        self._area, self._areas = area, [front + worker * area for worker in range(workers)]
+        replaces = bool(self._front.numbers[rank])
+        self._areas = [Desk.size(process) for process in range(workers + servers + 1)]  # where they begin
+        self.bell.hang()
+        self._free = self._areas[rank]
         if rank < workers:
             self.queues = [self._queue(rank, server) for server in range(servers)]
-            self._free = self._areas[rank] + _pages(servers * _QUEUE)
+            self._free += _pages(servers * _QUEUE)
         else:
             self.queues = [self._queue(worker, rank - workers) for worker in range(workers)]
             for queue in self.queues if replaces else []:
                 queue.renew()
-        self.peers = Peers(numbers, rank)  # last: who sees the new server may ask it
+        self.peers = Peers(self._front.numbers, rank)  # last: who sees the new server may ask it
 
     def _queue(self, worker: int, server: int) -> Queue:
         start = self._areas[worker] + server * _QUEUE
@@ -184,20 +182,32 @@ class Lines:
     @property
     def over(self) -> bool:
         """Is no worker left to be served?"""
-        return bool(self._over[0])
+        return self._front.over
 
-    def end(self) -> None:
-        """Let the servers return."""
-        self._over[0] = 1
+    def ring(self, other: int) -> None:
+        """There is something new for the worker, or for the server, of this number."""
+        self._front.bells[other + self.workers * (self.rank < self.workers)].ring()
 
-    def place(self, elements: int, dtype: torch.dtype, rows: int) -> tuple[Place, int]:
-        """For the worker: room in its area; and where it is, for the server."""
-        offset, needed = self._free, 2 * elements * dtype.itemsize + 8 * rows + 4 * _PAGE
-        if offset + needed > self._areas[self.rank] + self._area:
-            raise MemoryError(f"{elements} {dtype} do not fit on the desk any more: it has room for {self._area} bytes")
-        found = Place(self.memory, offset, elements, dtype, rows)
-        self._free = found.end
-        return found, offset
+    def place(self, count: int, dtype: torch.dtype, rows: int) -> tuple[Place, int]:
+        """For a worker: room in its area; and where it is, for the server."""
+        offset = self._take(_PAGE + room_for_gradient(count, dtype, rows))
+        return Place(self.memory, offset, count, dtype, rows), offset
+
+    def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """For a server: the same, for weights."""
+        offset = self._take(max(1, count * dtype.itemsize))
+        return self.tensor(offset, count, dtype), offset
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """What is there."""
+        return torch.frombuffer(self.memory, dtype=dtype, count=max(1, count), offset=offset)[:count]
+
+    def _take(self, nbytes: int) -> int:
+        """Of my area."""
+        offset, self._free = self._free, self._free + _pages(nbytes)
+        if self._free > self._areas[self.rank + 1]:
+            raise MemoryError(f"{nbytes} bytes do not fit on the desk any more: it has room for {Desk.AREA}")
+        return offset
 
 
 def _pages(nbytes: int) -> int:

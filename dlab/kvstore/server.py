@@ -8,13 +8,15 @@ in `05_parameter_server.ipynb`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from dlab.kvstore.codes import Compression, compression
+from dlab.kvstore.copies import Copies
 from dlab.kvstore.lines import Lines, Op, Place, Queue, Request
 from dlab.kvstore.placement import Key
 from dlab.kvstore.updates import Optimizing, Updater
@@ -41,7 +43,8 @@ class Held:
     store: Store
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    value: torch.Tensor | None = None  # until rank 0 has given it
+    value: torch.Tensor | None = None  # until rank 0 has given it; lies in the newest of the copies
+    copies: Copies | None = None
     places: dict[int, Place] = field(default_factory=dict)
     laid: dict[int, tuple[int, int]] = field(default_factory=dict)  # of this round, by worker: kind, rows
     version: int = 0  # updates so far
@@ -52,6 +55,13 @@ class Held:
         """The weights."""
         assert self.value is not None
         return self.value
+
+    def move_on(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights as they are, and where the next ones are to be written, which may be the same memory."""
+        assert self.copies is not None
+        before, after = self.copies.current.view(self.shape), self.copies.next().view(self.shape)
+        self.stored.data = after
+        return before, after
 
 
 class Server:
@@ -72,10 +82,11 @@ class Server:
         self._looked = time.monotonic()
         self.updates = 0
         self._reply = 0  # to the request under way
+        self._news: set[int] = set()  # workers for whom something has changed since their bell was rung
 
     def serve(self) -> None:
         """Until no worker is left."""
-        idle = Patience(self._lines.peers, float("inf"), lambda: (self._lines.rank, ""))
+        idle = Patience(self._lines.peers, float("inf"), lambda: (self._lines.rank, ""), self._lines.bell)
         while not self._lines.over:
             served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._lines.queues)]
             if any(served):
@@ -86,10 +97,12 @@ class Server:
 
     def _serve_some(self, worker: int, queue: Queue) -> bool:
         """What this worker asks for, as far as it can be answered; was it anything?"""
-        found = False
         while (request := queue.head()) is not None and self._answer(worker, queue, request):
             queue.serve(self._reply)
-            found = True
+            self._news.add(worker)
+        found = bool(self._news)
+        while self._news:
+            self._lines.ring(self._news.pop())
         return found
 
     def _look_around(self) -> None:
@@ -103,6 +116,9 @@ class Server:
             self._alive &= alive
             for held in self._held.values():
                 self._close_round(held)
+                for worker in range(self._lines.workers):
+                    if worker not in alive and held.copies is not None:
+                        held.copies.forget(worker)
 
     def _answer(self, worker: int, queue: Queue, request: Request) -> bool:
         """Do what is asked; False if it cannot be done yet."""
@@ -138,7 +154,8 @@ class Server:
         count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
         place = held.places[worker] = Place(self._lines.memory, what["place"], count, dtype, rows)
         if worker == 0:
-            held.value = place.value.clone().view(held.shape)
+            held.copies = Copies(partial(self._lines.room, count, dtype))
+            held.value = held.copies.current.copy_(place.gradient).view(held.shape)
         self._parts[worker].append(held)
 
     def _set(self, what: dict[str, Any]) -> None:
@@ -174,17 +191,25 @@ class Server:
 
     def _apply(self, held: Held, workers: list[int]) -> None:
         """One update with the sum of what these workers have laid down."""
-        total = self._total(held, workers)
-        if held.store.updater is None:
-            held.stored.copy_(_dense(total))
-        else:
-            fits = isinstance(held.store.updater, Optimizing) and held.store.updater.takes_rows
-            held.store.updater(held.key, total if fits else _dense(total), held.stored)
+        self._update(held, self._total(held, workers))
         for worker in workers:
             del held.laid[worker]
             held.places[worker].apply(held.version - held.seen.get(worker, 0))
+            self._news.add(worker)
         held.version += 1
         self.updates += 1
+
+    def _update(self, held: Held, total: torch.Tensor) -> None:
+        updater, (before, after) = held.store.updater, held.move_on()
+        if updater is None:
+            after.copy_(_dense(total))
+        elif isinstance(updater, Optimizing) and updater.rate is not None and not total.is_sparse:
+            torch.add(before, total, alpha=-updater.rate, out=after)
+        else:
+            if after.data_ptr() != before.data_ptr():
+                after.copy_(before)
+            fits = isinstance(updater, Optimizing) and updater.takes_rows
+            updater(held.key, total if fits else _dense(total), held.stored)
 
     def _total(self, held: Held, workers: list[int]) -> torch.Tensor:
         first, *others = workers
@@ -222,31 +247,30 @@ class Server:
         """From a checkpoint."""
         content = place.gradient.view(held.shape)
         if kind == VALUE:
-            held.stored.copy_(content)
+            _, after = held.move_on()
+            after.copy_(content)
         else:
             assert isinstance(held.store.updater, Optimizing)
             held.store.updater.set_slot(held.stored, number, content, steps)
         place.apply(staleness=0)
 
     def _pull(self, worker: int, held: Held, kind: int, rows: int) -> bool:
-        """The weights, with all that this worker has pushed."""
+        """The weights, with all that this worker has pushed: where they are, or some rows laid down for it."""
         if held.value is None or worker in held.laid:
             return False
         place = held.places[worker]
         if kind == SLOT:
             assert isinstance(held.store.updater, Optimizing)
-            if found := held.store.updater.slot(held.value, rows):
-                place.gradient.copy_(found[0].view(-1))  # where the value lies there may be somebody's weights
-                self._reply = 1 + found[1]
+            if slot := held.store.updater.slot(held.value, rows):
+                place.gradient.copy_(slot[0].view(-1))
+                self._reply = 1 + slot[1]
             return True
         if kind == DENSE:
-            place.value.copy_(held.value.view(-1))
+            assert held.copies is not None
+            self._reply = held.copies.lend(worker)
         else:
-            numbers = place.raw[: 8 * rows].view(torch.int64)
-            columns = held.value.shape[1:].numel()
-            torch.index_select(
-                held.value.view(-1, columns), 0, numbers, out=place.value[: rows * columns].view(rows, columns)
-            )
+            numbers, found = rows_in(place, rows, held.shape, held.value.dtype)
+            torch.index_select(held.value.view(-1, found.shape[1]), 0, numbers, out=found)
         held.seen[worker] = held.version
         return True
 
@@ -273,19 +297,16 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def lay_rows(place: Place, numbers: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Numbers of rows, and what belongs to them."""
-    place.raw[: 8 * len(numbers)].view(torch.int64).copy_(numbers)
-    if values is not None:
-        nbytes = values.numel() * values.element_size()
-        place.raw[8 * len(numbers) :][:nbytes].view(values.dtype).copy_(values.reshape(-1))
+def rows_in(place: Place, rows: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where so many rows of a table are laid down: their numbers, and what is in them, flat."""
+    columns = torch.Size(shape[1:]).numel()
+    values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype)
+    return place.raw[: 8 * rows].view(torch.int64), values.view(rows, columns)
 
 
 def read_rows(place: Place, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The other end, as a sparse tensor; it holds no memory of the place."""
-    dtype, columns = place.value.dtype, torch.Size(shape[1:]).numel()
-    numbers = place.raw[: 8 * rows].view(torch.int64).clone()
-    values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype).clone()
+    """What a worker has laid down, as a sparse tensor; it holds no memory of the place."""
+    numbers, values = (each.clone() for each in rows_in(place, rows, shape, place.gradient.dtype))
     return torch.sparse_coo_tensor(
         numbers[None], values.view(rows, *shape[1:]), shape, check_invariants=False
     ).coalesce()

@@ -35,7 +35,7 @@ def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def lines(here: Servers) -> Lines:
     """This process's."""
-    return Lines(here.desk.map(), Desk.FRONT, Desk.AREA, here.rank, here.workers, here.servers)
+    return Lines(here.desk.map(), here.rank, here.workers, here.servers)
 
 
 class Workers(Group):
@@ -51,10 +51,10 @@ def share_out(wire: Transport, servers: int) -> Workers | None:
     workers = wire.size - servers
     if workers < 1:
         raise ValueError(f"{wire.size} ranks cannot be {servers} servers and their workers: start more")
-    memory = share_memory(wire, Desk.FRONT + workers * Desk.AREA)
+    memory = share_memory(wire, Desk.size(wire.size))
     if memory is None:
         raise RuntimeError("servers and their workers must be on one host: they meet in shared memory")
-    lines = Lines(memory, Desk.FRONT, Desk.AREA, wire.rank, workers, servers)
+    lines = Lines(memory, wire.rank, workers, servers)
     if wire.rank < workers:
         return Workers(wire, lines)
     Server(lines, lambda name, digest: find_function(name, digest, [])).serve()

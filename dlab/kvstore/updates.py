@@ -83,6 +83,12 @@ class Optimizing:
             state["step"] = torch.tensor(float(steps))
 
     @property
+    def rate(self) -> float | None:
+        """What a gradient is multiplied with, to be taken from the weights; None if there is more to do."""
+        more = self._numbers.get("momentum", 0) or self._numbers.get("weight_decay", 0)
+        return None if self._name != "sgd" or more else self._numbers["lr"] * self._rescale
+
+    @property
     def takes_rows(self) -> bool:
         """Can it use a gradient of some rows as it is, and leave the others alone?"""
         kept = self._numbers.get("momentum", 0) or self._numbers.get("weight_decay", 0)

@@ -12,29 +12,56 @@ import os
 from typing import Any
 
 from dlab.events import RING_BYTES, EventRing
+from dlab.transports.bells import Bell
 
 _KNOBS = 64 << 10  # room for the knobs, as JSON
 _DELAYS = 64 << 10  # room for a delay per rank: 8192 ranks
 
 
+class Front:
+    """The first pages of a desk: the processes' numbers, their bells, and whether all is over."""
+
+    ROOM = 1 << 16
+    _BELLS = 1 << 14  # where they begin
+
+    def __init__(self, memory: memoryview, processes: int) -> None:
+        self.numbers = memory[: 8 * processes].cast("Q")
+        begins = range(self._BELLS, self._BELLS + processes * Bell.ROOM, Bell.ROOM)
+        self.bells = [Bell(memory[begin : begin + Bell.ROOM]) for begin in begins]
+        self._over = memory[self.ROOM - 8 : self.ROOM].cast("Q")
+
+    @property
+    def over(self) -> bool:
+        """Is no worker left to be served?"""
+        return bool(self._over[0])
+
+    def end(self) -> None:
+        """Let the servers return."""
+        if not self.over:
+            self._over[0] = 1
+            for bell in self.bells:
+                bell.ring()
+
+
 class Desk:
-    """Memory between workers and servers: an area for each worker, which it lays out as it likes, after a first page.
+    """Memory between workers and servers: an area for each of them, which it lays out as it likes, after a front.
 
     An area is far larger than what will be in it: pages that nobody has touched cost nothing.
     """
 
-    FRONT, AREA = 4096, 1 << 34
+    AREA = 1 << 34
 
-    def __init__(self, workers: int, file: int | None = None) -> None:
-        self._size = self.FRONT + workers * self.AREA
+    def __init__(self, workers: int, servers: int, file: int | None = None) -> None:
+        self._size = self.size(workers + servers)
         self.file = os.memfd_create("dlab-desk") if file is None else file
         if file is None:
             os.truncate(self.file, self._size)
-        self._over = memoryview(mmap.mmap(self.file, self.FRONT)).cast("Q")[-1:]
+        self.front = Front(memoryview(mmap.mmap(self.file, Front.ROOM)), workers + servers)
 
-    def end(self) -> None:
-        """For the parent: no worker is left to be served."""
-        self._over[0] = 1
+    @classmethod
+    def size(cls, processes: int) -> int:
+        """In bytes."""
+        return Front.ROOM + processes * cls.AREA
 
     def clear(self) -> None:
         """All zeros again, and nothing kept; while no worker runs."""

@@ -39,7 +39,7 @@ class Supervisor(threading.Thread):
         super().__init__(name=f"dlab-supervisor-{ranks}", daemon=True)
         self.ranks = ranks
         self.board = Board(ranks + servers)
-        self.desk = Desk(ranks)
+        self.desk = Desk(ranks, servers)
         self.failed: str | None = None  # why the cluster cannot be used any more
         self._flight: Flight | None = None
         self._inbox = Inbox()
@@ -265,7 +265,7 @@ class Supervisor(threading.Thread):
             return
         self._collect_events()
         if flight.alone:
-            self.desk.end()
+            self.desk.front.end()
         for number in flight.signals(time.monotonic()):
             for worker in self._busy():
                 worker.process.send_signal(number)

@@ -107,7 +107,8 @@ def main(channel: socket.socket) -> None:
     if greeting is None:
         return
     _, seat = greeting.load(private=True)
-    Worker(seat, channel, Board(seat.ranks + seat.servers, files[3]), Desk(seat.ranks, files[4])).serve()
+    board, desk = Board(seat.ranks + seat.servers, files[3]), Desk(seat.ranks, seat.servers, files[4])
+    Worker(seat, channel, board, desk).serve()
 
 
 def _redirect(out: int, err: int) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from dlab.kvstore.codes import compression as make_compression
 from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.server import ROUND
+from dlab.models import Stretches
 from dlab.processes.inside import knob
 from dlab.processes.watching import tell
 from dlab.strategies.base import Stopwatch, Strategy, Told, spread_all
@@ -34,7 +35,7 @@ class ParameterServer(Strategy):
     ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
 
     The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
-    new weights are written where the model has them.
+    model reads the weights where the server has them.
     """
 
     def __init__(
@@ -61,25 +62,22 @@ class ParameterServer(Strategy):
         if len(optimizer.param_groups) > 1:
             raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+        self._own = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+        self._stretches = Stretches(self._parameters)
         self._kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", wire=wire)
         self._kv.big = 1  # cut over all servers, however small
-        self._kv.init("weights", weights)
+        self._kv.init("weights", self._own)
         self._kv.set_optimizer(optimizer, rescale=1 / wire.size)
         if self.compression is not None:
             self._kv.set_gradient_compression(self.compression)
-        self._weights = self._kv.settle_in("weights", weights)
-        self._kv.pull("weights", out=self._weights)
-        self._hand_out()
+        self._pull()
         self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
         return model
 
-    def _hand_out(self) -> None:
-        """Every parameter is a stretch of the weights that are pulled."""
-        begin = 0
-        for parameter in self._parameters:
-            parameter.data = self._weights[begin : begin + parameter.numel()].view_as(parameter)
-            begin += parameter.numel()
+    def _pull(self) -> None:
+        """Every parameter is a stretch of the newest weights."""
+        self._weights = self._kv.borrow("weights", self._own)
+        self._stretches.lie_in(self._weights)
 
     def clear(self) -> None:
         """New gradients are made, not added to zeros."""
@@ -104,7 +102,7 @@ class ParameterServer(Strategy):
             tell("sent", *self._parameters)
             if self.mode == "ssp":
                 self._kv.clock(self._clock, bound)
-            self._kv.pull("weights", out=self._weights)
+            self._pull()
         tell("reduced", *self._parameters)
         tell("applied", *self._parameters)
         staleness = {"staleness": self._kv.staleness("weights")} if self.mode != "sync" else {}
@@ -125,7 +123,7 @@ class ParameterServer(Strategy):
         """All that was pushed is in the weights of all. Who has died is not waited for."""
         self._meetings += 1
         alive = self._kv.meet(_END + self._meetings)
-        self._kv.pull("weights", out=self._weights)
+        self._pull()
         self.wire = Group(self.wire, alive) if len(alive) < self.wire.size else self.wire
 
     def state(self) -> dict[str, Any]:
@@ -142,6 +140,7 @@ class ParameterServer(Strategy):
             for part, residual in enumerate(states[self.wire.rank]["residuals"]):
                 self._kv.set_residual("weights", residual, part)
         self._kv.barrier()
+        self._pull()
 
     def end(self) -> None:
         """All have the same weights, and the model is an ordinary one again."""

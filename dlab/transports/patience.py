@@ -1,4 +1,7 @@
-"""How to wait for shared memory to change: look a few times, then let others have the core, then sleep."""
+"""How to wait for shared memory to change: look a few times, then let others have the core, then sleep.
+
+Who can be woken by a bell sleeps at once after looking.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import select
 import time
 from collections.abc import Callable
+
+from dlab.transports.bells import Bell
 
 LOOKS, YIELDS = 100, 200  # turns of each, before sleeping; where ranks outnumber cores, looking keeps others from it
 NAP, LONGEST_NAP = 20e-6, 1e-3
@@ -57,8 +62,10 @@ class Patience:
     `whom` gives the other rank, and the complaint to begin the error with.
     """
 
-    def __init__(self, peers: Peers, timeout: float, whom: Callable[[], tuple[int, str]]) -> None:
-        self._peers, self._timeout, self._whom = peers, timeout, whom
+    def __init__(
+        self, peers: Peers, timeout: float, whom: Callable[[], tuple[int, str]], bell: Bell | None = None
+    ) -> None:
+        self._peers, self._timeout, self._whom, self._bell = peers, timeout, whom, bell
         self.reset()
 
     def reset(self) -> None:
@@ -68,6 +75,11 @@ class Patience:
     def __call__(self) -> None:
         self._turns += 1
         if self._turns <= self._peers.looks:
+            return
+        if self._bell is not None:
+            self._deadline = self._deadline or time.monotonic() + self._timeout
+            if not self._bell.sleep(ASK):
+                self._complain(time.monotonic() > self._deadline)
             return
         if self._turns <= self._peers.looks + YIELDS:
             os.sched_yield()
