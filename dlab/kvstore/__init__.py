@@ -6,6 +6,7 @@ Taught in `05_parameter_server.ipynb` and `06_gradient_compression.ipynb`.
 from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit, compression
 from dlab.kvstore.distributed import DistStore
 from dlab.kvstore.placement import BIG, Part, place
+from dlab.kvstore.serving import run
 from dlab.kvstore.store import DeviceSyncStore, KVStore, LocalStore
 from dlab.kvstore.updates import OPTIMIZERS, recipe
 
@@ -24,6 +25,7 @@ __all__ = [
     "create",
     "place",
     "recipe",
+    "run",
 ]
 
 TYPES: dict[str, type[LocalStore] | type[DistStore]] = {
@@ -41,7 +43,8 @@ def create(type: str = "local") -> KVStore:
     `local` and `device`: in this process. `dist_sync`: on servers, which wait for the gradients of all workers, so n
     workers with batches of b learn as one with a batch of n * b. `dist_async`: on servers, which update as soon as a
     gradient has come, one after another. `dist_device_sync`: as `dist_sync`, but added up and updated on the workers'
-    own devices, by all-reduce. A cluster has servers if it was made with them: `dlab.Cluster(4, servers=2)`.
+    own devices, by all-reduce. A cluster has servers if it was made with them: `dlab.Cluster(4, servers=2)`; under
+    torchrun, `dlab.kvstore.run` lets some of the ranks serve.
 
     >>> kv = dlab.kvstore.create("dist_sync")
     >>> kv.init("w", torch.ones(3))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dlab.kvstore.lines import DEPTH, Lines, Op, Place
+from dlab.kvstore.lines import DEPTH, NOTHING, Lines, Op, Place, Span
 from dlab.kvstore.placement import BIG, Key, Part, place
 from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
-from dlab.kvstore.serving import Workers, digest_of, lines
+from dlab.kvstore.serving import Workers, digest_of, lines, workers
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
 from dlab.processes.inside import once, servers, transport
@@ -39,6 +39,7 @@ class DistStore(KVStore):
 
     def __init__(self, type: str, timeout: float = 600.0, wire: Transport | None = None) -> None:
         super().__init__(type)
+        wire = wire or workers()
         self._lines: Lines = wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
         self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
         self._timeout, self._number = timeout, next(self._lines.stores)
@@ -71,7 +72,8 @@ class DistStore(KVStore):
             if self.rank == 0:
                 found.gradient.copy_(flat[part.begin : part.end])
             told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
-            self._tell(part.server, Op.INIT, told | {"dtype": str(value.dtype).removeprefix("torch.")})
+            told |= {"dtype": str(value.dtype).removeprefix("torch.")}
+            self._tell(part.server, Op.INIT, told, (found.begin, found.gradient.nbytes) if self.rank == 0 else NOTHING)
             shelves.append(Shelf(part, self._lines.parts[part.server], found))
             self._lines.parts[part.server] += 1
         self._shelves[key] = shelves
@@ -114,7 +116,7 @@ class DistStore(KVStore):
             self._hand_in(key, shelf, self._bound, start, *self._lay(key, shelf, part, numbers))
 
     def _hand_in(self, key: Key, shelf: Shelf, bound: int, start: float, kind: int, rows: int, nbytes: int) -> None:
-        self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, rows, bound)
+        self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, rows, bound, lays=(shelf.place.begin, nbytes))
         shelf.pushes += 1
         self._record("push", key, shelf, nbytes, start, to_server=True)
 
@@ -164,7 +166,7 @@ class DistStore(KVStore):
 
     def _pull(self, key: Key, targets: list[torch.Tensor]) -> None:
         start = time.time()
-        asked = [(shelf, self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0)) for shelf in self._shelves[key]]
+        asked = [(shelf, self._ask_for(shelf)) for shelf in self._shelves[key]]
         for shelf, number in asked:
             self._wait(shelf.part.server, number, f"answer its pull of key {key!r}")
             found, part = self._found(shelf, number), slice(shelf.part.begin, shelf.part.end)
@@ -182,7 +184,9 @@ class DistStore(KVStore):
             self._wait_until_applied(shelf)  # the numbers go where a gradient may still be
             there, got = rows_in(shelf.place, len(numbers), out.shape, out.dtype)
             there.copy_(numbers)
-            asked = self._ask(shelf.part.server, Op.PULL, shelf.number, ROWS, len(numbers))
+            lays = (shelf.place.begin, there.nbytes)
+            gets = (shelf.place.begin + there.nbytes, got.nbytes)
+            asked = self._ask(shelf.part.server, Op.PULL, shelf.number, ROWS, len(numbers), lays=lays, gets=gets)
             self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
             found[here] = got.view(len(numbers), *out.shape[1:])
             self._record("pull", key, shelf, there.nbytes + got.nbytes, start, to_server=False)
@@ -197,7 +201,7 @@ class DistStore(KVStore):
         if others or not own.is_cpu:
             self._pull(key, [own])
             return own
-        start, number = time.time(), self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0)
+        start, number = time.time(), self._ask_for(shelf)
         self._wait(shelf.part.server, number, f"answer its pull of key {key!r}")
         found = self._found(shelf, number)
         self._record("pull", key, shelf, found.nbytes, start, to_server=False)
@@ -234,7 +238,8 @@ class DistStore(KVStore):
             pieces, reply = [], 0
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
-                asked = self._ask(shelf.part.server, Op.PULL, shelf.number, SLOT, len(found))
+                gets = (shelf.place.begin, shelf.place.gradient.nbytes)
+                asked = self._ask(shelf.part.server, Op.PULL, shelf.number, SLOT, len(found), gets=gets)
                 self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
                 reply = self._lines.queues[shelf.part.server].reply(asked)
                 pieces.append(shelf.place.gradient.clone())
@@ -248,7 +253,8 @@ class DistStore(KVStore):
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
                 shelf.place.gradient.copy_(content.reshape(-1)[shelf.part.begin : shelf.part.end])
-                self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, number, steps)
+                lays = (shelf.place.begin, shelf.place.gradient.nbytes)
+                self._ask(shelf.part.server, Op.PUSH, shelf.number, kind, number, steps, lays=lays)
                 shelf.pushes += 1
                 self._wait_until_applied(shelf)
 
@@ -281,14 +287,17 @@ class DistStore(KVStore):
 
     # asking and waiting
 
-    def _ask(self, server: int, op: Op, part: int, *numbers: int) -> int:
+    def _ask(self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING) -> int:
         """As soon as there is room for one more request; gives the number to wait for."""
         queue = self._lines.queues[server]
         if queue.posted - queue.served >= DEPTH:
             self._wait(server, queue.posted - DEPTH + 1, "take its requests")
-        number = queue.post(op, part, *numbers)
-        self._lines.ring(server)
-        return number
+        return self._lines.ask(server, op, part, *numbers, lays=lays, gets=gets)
+
+    def _ask_for(self, shelf: Shelf) -> int:
+        """The weights, which are where the server will tell."""
+        gets = (0, shelf.place.gradient.nbytes)
+        return self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0, gets=gets)
 
     def _found(self, shelf: Shelf, number: int) -> torch.Tensor:
         """Where the server has told that the weights are."""
@@ -297,11 +306,11 @@ class DistStore(KVStore):
             shelf.copies[offset] = self._lines.tensor(offset, shelf.place.gradient.numel(), shelf.place.gradient.dtype)
         return shelf.copies[offset]
 
-    def _tell(self, server: int, op: Op, what: dict[str, Any]) -> None:
+    def _tell(self, server: int, op: Op, what: dict[str, Any], lays: Span = NOTHING) -> None:
         queue = self._lines.queues[server]
         self._wait(server, queue.posted, "take its requests")  # the text of the last one is still there
-        queue.write(what)
-        self._wait(server, self._ask(server, op, 0), f"take in {what}")
+        number = self._lines.ask(server, op, 0, lays=lays, text=queue.write(what))
+        self._wait(server, number, f"take in {what}")
 
     def _wait(self, server: int, number: int, what: str) -> None:
         queue = self._lines.queues[server]
@@ -338,7 +347,7 @@ def _way_to_servers() -> Lines:
     if here is None:
         raise RuntimeError(
             "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
-            "in a function that its workers run"
+            "in a function that its workers run; under torchrun, call that by dlab.kvstore.run(function, servers=1)"
         )
     return lines(here)
 

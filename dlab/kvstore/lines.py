@@ -23,6 +23,9 @@ _LINE = 64
 _QUEUE = 2 * _LINE + 8 * _WORDS * DEPTH + TEXT
 _PAGE = 4096
 
+Span = tuple[int, int]  # of memory: where it begins, and how many bytes it has
+NOTHING: Span = (0, 0)
+
 
 class Op(IntEnum):
     """What a worker may ask for."""
@@ -99,13 +102,18 @@ class Queue:
         """For the worker: what the server has answered to a request that is served, soon after it was."""
         return self._words[((number - 1) % DEPTH + 1) * _WORDS - 1]
 
-    def write(self, content: Any) -> None:
-        """Text, for a request that has some. Only one such may be under way."""
+    def write(self, content: Any) -> int:
+        """Text, for a request that has some. Only one such may be under way. Gives its length."""
         text = json.dumps(content).encode()
         if len(text) > TEXT - 8:
             raise ValueError(f"{len(text)} bytes of text are too many for a server: there is room for {TEXT - 8}")
         self._text[:8] = len(text).to_bytes(8, "little")
         self._text[8 : 8 + len(text)] = text
+        return len(text)
+
+    def text(self, length: int) -> torch.Tensor | None:
+        """Where a text of this length is, or will be, with its length in front; None if there is none."""
+        return torch.frombuffer(self._text, dtype=torch.uint8, count=8 + length) if length else None
 
     def read(self) -> Any:
         """The other end of `write`."""
@@ -121,7 +129,8 @@ class Place:
     def __init__(self, memory: memoryview, offset: int, count: int, dtype: torch.dtype, rows: int) -> None:
         self._numbers = memory[offset : offset + _LINE].cast("Q")
         nbytes = room_for_gradient(count, dtype, rows)
-        self.raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset + _PAGE)
+        self.begin = offset + _PAGE
+        self.raw = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=self.begin)
         self.gradient = self.raw[: count * dtype.itemsize].view(dtype)
 
     @property
@@ -151,7 +160,7 @@ class Lines:
     def __init__(self, memory: memoryview, rank: int, workers: int, servers: int) -> None:
         self.rank, self.workers, self.servers = rank, workers, servers
         self.memory, self._front = memory, Front(memory, workers + servers)
-        self.bell, self.end = self._front.bells[rank], self._front.end
+        self.bell = self._front.bells[rank]
         self.stores, self.parts = count(), [0] * servers  # of a worker: numbers for stores; parts told to each server
         replaces = bool(self._front.numbers[rank])
         self._areas = [Desk.size(process) for process in range(workers + servers + 1)]  # where they begin
@@ -183,6 +192,22 @@ class Lines:
     def over(self) -> bool:
         """Is no worker left to be served?"""
         return self._front.over
+
+    def end(self) -> None:
+        """Let the servers return."""
+        self._front.end()
+
+    def ask(
+        self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING, text: int = 0
+    ) -> int:
+        """For a worker, if there is room in the queue; gives the number to wait for.
+
+        `lays` and `gets`: what the server reads and what it fills, or how much of what it tells the place of; `text`
+        is the length of what was written. On one host nobody needs to know: it is there already.
+        """
+        number = self.queues[server].post(op, part, *numbers)
+        self.ring(server)
+        return number
 
     def ring(self, other: int) -> None:
         """There is something new for the worker, or for the server, of this number."""

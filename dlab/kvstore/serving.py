@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
+
+from dlab.kvstore.couriers import FarLines
 from dlab.kvstore.lines import Lines
 from dlab.kvstore.server import Server
 from dlab.processes.board import Desk
 from dlab.processes.errors import Stopped
-from dlab.processes.inside import Servers, servers
-from dlab.transports import Group, Transport, share_memory
+from dlab.processes.inside import Servers, servers, transport
+from dlab.transports import Group, TorchTransport, Transport, share_memory
+
+T = TypeVar("T")
 
 
 def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -46,19 +51,62 @@ class Workers(Group):
         self.lines = lines
 
 
-def share_out(wire: Transport, servers: int) -> Workers | None:
-    """Every rank must call it. Of the last ranks, so many serve the others, to the end, and get None then."""
+_workers: Workers | None = None  # of the process, while `run` runs
+
+
+def run(function: Callable[..., T], *args: Any, servers: int = 1, **kwargs: Any) -> T | None:
+    """Where ranks were started by others, as by torchrun: `function(*args)` on all but the last ones, which serve them.
+
+    Every rank must call it. Stores that the function makes have these servers. A server gets None, when all workers
+    have returned. They meet in shared memory, or, if they are on several hosts, by messages of torch.distributed.
+
+    >>> dist.init_process_group("gloo")
+    >>> dlab.kvstore.run(train, servers=1)  # torchrun --nproc-per-node 4: three workers
+    """
+
+    def work(workers: Workers) -> T:
+        global _workers
+        _workers = workers
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _workers = None
+
+    return share_out(transport(), servers, work, [function, *args, *kwargs.values()])
+
+
+def workers() -> Workers | None:
+    """The wire to the workers and their lines, inside `run`."""
+    return _workers
+
+
+def share_out(wire: Transport, servers: int, work: Callable[[Workers], T], given: Sequence[Any] = ()) -> T | None:
+    """Of the last ranks of a wire, so many serve the others, to the end, and get None then. `given` is theirs to run.
+
+    Every rank must call it.
+    """
     workers = wire.size - servers
-    if workers < 1:
+    if servers < 1 or workers < 1:
         raise ValueError(f"{wire.size} ranks cannot be {servers} servers and their workers: start more")
+    lines = _lay_lines(wire, workers, servers)
+    try:
+        if wire.rank < workers:
+            result = work(here := Workers(wire, lines))
+            here.barrier()
+            return result
+        Server(lines, lambda name, digest: find_function(name, digest, list(given))).serve()
+        return None
+    finally:
+        lines.end()
+
+
+def _lay_lines(wire: Transport, workers: int, servers: int) -> Lines:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        wire = TorchTransport(dist.new_group(backend="gloo"))  # servers are on the CPU
     memory = share_memory(wire, Desk.size(wire.size))
     if memory is None:
-        raise RuntimeError("servers and their workers must be on one host: they meet in shared memory")
-    lines = Lines(memory, wire.rank, workers, servers)
-    if wire.rank < workers:
-        return Workers(wire, lines)
-    Server(lines, lambda name, digest: find_function(name, digest, [])).serve()
-    return None
+        return FarLines(wire.rank, workers, servers)
+    return Lines(memory, wire.rank, workers, servers)
 
 
 def digest_of(function: Callable[..., Any]) -> str:

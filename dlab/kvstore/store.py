@@ -14,6 +14,7 @@ import torch
 from dlab.collectives import all_gather, broadcast
 from dlab.kvstore.codes import Compression, compression
 from dlab.kvstore.placement import Key
+from dlab.kvstore.serving import workers
 from dlab.kvstore.updates import Optimizing, Updater, recipe
 from dlab.processes.inside import transport
 from dlab.reduction import allreduce
@@ -249,6 +250,8 @@ class DeviceSyncStore(LocalStore):
 
     def __init__(self, type: str) -> None:
         super().__init__(type)
+        if workers() is not None:
+            raise RuntimeError("dist_device_sync needs no servers: create it outside of dlab.kvstore.run, on all ranks")
         self._wire = transport()
         self.rank, self.num_workers = self._wire.rank, self._wire.size
 

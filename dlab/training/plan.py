@@ -105,15 +105,7 @@ class Training:
         here = device() if wire is None else torch.device("cpu")
         if not self.servers or servers() is not None:
             return Trainee(self, where, here, tell).run()
-        workers = share_out(where, self.servers)
-        if workers is None:
-            return None
-        try:
-            share = Trainee(self, workers, here, tell).run()
-            workers.barrier()
-            return share
-        finally:
-            workers.lines.end()
+        return share_out(where, self.servers, lambda workers: Trainee(self, workers, here, tell).run())
 
     @property
     def survives(self) -> bool:

@@ -64,9 +64,10 @@ class Hall:
             self.changed.notify_all()
 
     def fail(self, problem: BaseException) -> None:
-        """A rank has failed: let the others go."""
+        """A rank has failed: let the others go. Who has only lost another one tells less than that one."""
         with self.changed:
-            self.broken = self.broken or problem
+            if self.broken is None or isinstance(self.broken, ConnectionError):
+                self.broken = problem
             self.changed.notify_all()
 
     def wait(self, rank: int, source: int | None, letter: tuple[int, _Letter] | None) -> None:
