@@ -8,44 +8,45 @@ import torch
 from dlab.kvstore.copies import Copies
 
 
-class Memory:
-    """Where each copy is: its number."""
-
-    def __init__(self):
-        self.tensors = []
-
-    def room(self):
-        self.tensors.append(torch.zeros(3))
-        return self.tensors[-1], len(self.tensors) - 1
+def copies_of(readers):
+    return Copies(readers, [0] * (1 + readers), lambda number: torch.zeros(3))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_who_reads_is_not_disturbed(workers):
-    memory, dice = Memory(), random.Random(workers)
-    copies = Copies(memory.room)
-    version, lent = 0, {}
+def update(copies, version):
+    number = copies.next()
+    copies[number].fill_(version)
+    copies.turn_to(number)
+    return number
+
+
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_who_reads_is_not_disturbed(readers):
+    copies, dice = copies_of(readers), random.Random(readers)
+    version, lent, used = 0, {}, {0}
     for _ in range(500):
-        worker = dice.randrange(workers)
+        reader = dice.randrange(readers)
         action = dice.choice(["pull", "update", "update", "die"])
         if action == "pull":
-            lent[worker] = (copies.lend(worker), version)
+            lent[reader] = (copies.lend(reader), version)
         elif action == "update":
-            before = copies.current
-            assert (before == version).all()
             version += 1
-            copies.next().fill_(version)
+            used.add(update(copies, version))
         else:
-            copies.forget(worker)
-            lent.pop(worker, None)
-        for where, seen in lent.values():
-            assert (memory.tensors[where] == seen).all()
-        assert (copies.current == version).all()
-    assert len(memory.tensors) == workers + 1
+            copies.forget(reader)
+            lent.pop(reader, None)
+        for number, seen in lent.values():
+            assert (copies[number] == seen).all()
+        assert (copies[copies.newest] == version).all()
+    assert used == set(range(readers + 1))
 
 
 def test_nothing_is_copied_if_nobody_reads():
-    memory = Memory()
-    copies = Copies(memory.room)
-    for _ in range(3):
-        assert copies.next() is memory.tensors[0]
-    assert len(memory.tensors) == 1
+    copies = copies_of(3)
+    assert {update(copies, version) for version in range(3)} == {0}
+
+
+def test_an_update_that_does_not_end_is_seen_by_nobody():
+    copies = copies_of(2)
+    copies.lend(0)
+    copies[copies.next()].fill_(7)
+    assert (copies[copies.lend(1)] == 0).all()

@@ -6,41 +6,55 @@ As long as somebody may still read a version, the next one is written elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-Room = Callable[[], tuple[torch.Tensor, int]]  # a tensor in memory that workers see, and where it is
+
+class Table(Protocol):
+    """Numbers: a list, or memory that several processes see."""
+
+    def __getitem__(self, place: int, /) -> int: ...
+    def __setitem__(self, place: int, number: int, /) -> None: ...
 
 
 class Copies:
-    """Of one part of a key. There are never more than workers that have pulled it, and one."""
+    """There are never more than readers, and one. `make(number)` makes one, once.
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._made = [room()]
-        self._current = 0
-        self._read: dict[int, int] = {}  # by worker: the copy that it was lent last
+    The table has one place more than there are readers: which copy is the newest; then, for each reader, one more than
+    the number of the copy that it was lent, or 0.
+    """
+
+    def __init__(self, readers: int, table: Table, make: Callable[[int], torch.Tensor]) -> None:
+        self._readers, self._table, self._make = readers, table, make
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
 
     @property
-    def current(self) -> torch.Tensor:
-        """The newest weights."""
-        return self._made[self._current][0]
+    def newest(self) -> int:
+        """Its number."""
+        return self._table[0]
 
-    def lend(self, worker: int) -> int:
-        """Where the newest weights are. They stay as they are until this worker pulls again."""
-        self._read[worker] = self._current
-        return self._made[self._current][1]
+    def lend(self, reader: int) -> int:
+        """The newest, which stays as it is until this reader comes again."""
+        self._table[1 + reader] = 1 + self.newest
+        return self.newest
 
-    def forget(self, worker: int) -> None:
+    def forget(self, reader: int) -> None:
         """It has died, and reads no more."""
-        self._read.pop(worker, None)
+        self._table[1 + reader] = 0
 
-    def next(self) -> torch.Tensor:
-        """Where to write the weights after an update: here, if nobody reads them; it is the current one from now."""
-        taken = set(self._read.values())
-        if self._current in taken:
-            taken.add(self._current)
-            self._current = next((number for number in range(len(self._made)) if number not in taken), len(self._made))
-            if self._current == len(self._made):
-                self._made.append(self._room())
-        return self.current
+    def next(self) -> int:
+        """Where to write the weights after an update: in place, if nobody reads them."""
+        taken = {self._table[1 + reader] - 1 for reader in range(self._readers)}
+        if self.newest not in taken:
+            return self.newest
+        return next(number for number in range(self._readers + 1) if number not in taken)
+
+    def turn_to(self, number: int) -> None:
+        """It is written, and the newest from now on."""
+        self._table[0] = number

@@ -45,6 +45,7 @@ class Held:
     dtype: torch.dtype | None = None
     value: torch.Tensor | None = None  # until rank 0 has given it; lies in the newest of the copies
     copies: Copies | None = None
+    offsets: list[int] = field(default_factory=list)  # of the copies
     places: dict[int, Place] = field(default_factory=dict)
     laid: dict[int, tuple[int, int]] = field(default_factory=dict)  # of this round, by worker: kind, rows
     version: int = 0  # updates so far
@@ -59,9 +60,10 @@ class Held:
     def move_on(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights as they are, and where the next ones are to be written, which may be the same memory."""
         assert self.copies is not None
-        before, after = self.copies.current.view(self.shape), self.copies.next().view(self.shape)
-        self.stored.data = after
-        return before, after
+        old, new = self.copies.newest, self.copies.next()
+        self.copies.turn_to(new)
+        before, self.stored.data = self.copies[old].view(self.shape), self.copies[new].view(self.shape)
+        return before, self.stored.detach()
 
 
 class Server:
@@ -154,9 +156,16 @@ class Server:
         count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
         place = held.places[worker] = Place(self._lines.memory, what["place"], count, dtype, rows)
         if worker == 0:
-            held.copies = Copies(partial(self._lines.room, count, dtype))
-            held.value = held.copies.current.copy_(place.gradient).view(held.shape)
+            held.copies = Copies(self._lines.workers, [0] * (1 + self._lines.workers), partial(self._make, held, count))
+            held.value = held.copies[0].copy_(place.gradient).view(held.shape)
         self._parts[worker].append(held)
+
+    def _make(self, held: Held, count: int, number: int) -> torch.Tensor:
+        """One more copy: they come in the order of their numbers."""
+        assert held.dtype is not None and number == len(held.offsets)
+        copy, offset = self._lines.room(count, held.dtype)
+        held.offsets.append(offset)
+        return copy
 
     def _set(self, what: dict[str, Any]) -> None:
         store = self._stores.setdefault(what["store"], Store())
@@ -267,7 +276,7 @@ class Server:
             return True
         if kind == DENSE:
             assert held.copies is not None
-            self._reply = held.copies.lend(worker)
+            self._reply = held.offsets[held.copies.lend(worker)]
         else:
             numbers, found = rows_in(place, rows, held.shape, held.value.dtype)
             torch.index_select(held.value.view(-1, found.shape[1]), 0, numbers, out=found)
