@@ -158,9 +158,9 @@ def _leads(run, slow):
     return leads
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp"])
-def test_who_is_killed_is_missed_by_nobody(four, mode):
-    strategy = dlab.ParameterServer(mode, staleness=3)
+@pytest.mark.parametrize(("mode", "servers"), [("async", 1), ("ssp", 1), ("async", 0)])
+def test_who_is_killed_is_missed_by_nobody(four, mode, servers):
+    strategy = dlab.ParameterServer(mode, staleness=3, servers=servers)
     run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=60, batch_size=12, lr=0.01)
     run.delay(1, 0.01)
     wait_for_step(run, 10)
@@ -261,7 +261,9 @@ def test_the_learning_rate_is_turned_on_the_servers(four):
     [
         ({"mode": "lazy"}, "there is no mode 'lazy': use 'sync', 'async', 'ssp'"),
         ({"staleness": -1}, "staleness=-1: give a whole number of steps, 0 or more, or None"),
-        ({"servers": 0}, "servers=0: give a whole number, 1 or more"),
+        ({"servers": -1}, "servers=-1: give a whole number, 0 or more"),
+        ({"servers": 0, "mode": "sync"}, "servers=0 leaves nobody to wait for others: use mode='async', or a server"),
+        ({"servers": 0, "mode": "async", "compression": "2bit"}, "servers=0 sends nothing that could be compressed"),
         ({"compression": "3bit"}, "3bit"),
     ],
 )

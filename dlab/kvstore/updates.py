@@ -6,7 +6,7 @@ Nothing that can run code is taken from a worker: numbers and a name from a list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,26 @@ class Optimizing:
         state[SLOTS[self._name][number]] = content.clone().view_as(stored)
         if self._name != "sgd":
             state["step"] = torch.tensor(float(steps))
+
+    @property
+    def slots(self) -> int:
+        """How many tensors it remembers of a weight."""
+        return len(SLOTS[self._name]) if self._name != "sgd" or self._numbers.get("momentum", 0) else 0
+
+    def remember(self, stored: torch.Tensor, slots: Sequence[torch.Tensor], steps: int) -> None:
+        """Go on with what is in these tensors, themselves, after so many steps by anybody."""
+        if not steps:
+            self._made.pop(stored, None)  # a new one, which begins as torch does
+        else:
+            state: dict[str, torch.Tensor] = dict(zip(SLOTS[self._name], slots, strict=False))
+            self._optimizer(stored).state[stored] = state | {"step": torch.tensor(float(steps))}
+
+    def write_down(self, stored: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """After an update: have all that it remembers in these tensors."""
+        state = self._optimizer(stored).state[stored]
+        for name, slot in zip(SLOTS[self._name], slots, strict=False):
+            if state[name] is not slot:
+                slot.copy_(state[name])
 
     @property
     def rate(self) -> float | None:

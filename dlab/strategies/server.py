@@ -14,7 +14,9 @@ from torch import nn
 
 from dlab.kvstore.codes import compression as make_compression
 from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.locked import LockedStore
 from dlab.kvstore.server import ROUND
+from dlab.kvstore.updates import recipe
 from dlab.models import Stretches
 from dlab.processes.inside import knob
 from dlab.processes.watching import tell
@@ -34,6 +36,9 @@ class ParameterServer(Strategy):
     see `dlab.kvstore.compression`. In async and ssp mode a worker that dies is missed by nobody. A server that dies
     ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
 
+    `servers=0` is for async on one host: the weights lie in shared memory, and each worker updates them itself, one at
+    a time, under a lock.
+
     The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
     model reads the weights where the server has them.
     """
@@ -49,8 +54,12 @@ class ParameterServer(Strategy):
             raise ValueError(f"there is no mode {mode!r}: use {', '.join(map(repr, MODES))}")
         if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
             raise ValueError(f"staleness={staleness!r}: give a whole number of steps, 0 or more, or None for any")
-        if not isinstance(servers, int) or servers < 1:
-            raise ValueError(f"servers={servers!r}: give a whole number, 1 or more")
+        if not isinstance(servers, int) or servers < 0:
+            raise ValueError(f"servers={servers!r}: give a whole number, 0 or more")
+        if not servers and mode != "async":
+            raise ValueError(f"servers=0 leaves nobody to wait for others: use mode='async', or a server for {mode!r}")
+        if not servers and compression is not None:
+            raise ValueError("servers=0 sends nothing that could be compressed: leave compression out, or use a server")
         make_compression(compression)  # to be told at once
         self.mode, self.staleness, self.servers, self.compression = mode, staleness, servers, compression
         self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
@@ -64,15 +73,21 @@ class ParameterServer(Strategy):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._own = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
         self._stretches = Stretches(self._parameters)
-        self._kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", wire=wire)
-        self._kv.big = 1  # cut over all servers, however small
-        self._kv.init("weights", self._own)
-        self._kv.set_optimizer(optimizer, rescale=1 / wire.size)
-        if self.compression is not None:
-            self._kv.set_gradient_compression(self.compression)
+        self._kv = self._open_store(optimizer)
         self._pull()
         self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
         return model
+
+    def _open_store(self, optimizer: torch.optim.Optimizer) -> DistStore | LockedStore:
+        if not self.servers:
+            return LockedStore(self._own.cpu(), recipe(optimizer, rescale=1 / self.wire.size), self.wire)
+        kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", wire=self.wire)
+        kv.big = 1  # cut over all servers, however small
+        kv.init("weights", self._own)
+        kv.set_optimizer(optimizer, rescale=1 / self.wire.size)
+        if self.compression is not None:
+            kv.set_gradient_compression(self.compression)
+        return kv
 
     def _pull(self) -> None:
         """Every parameter is a stretch of the newest weights."""
@@ -100,7 +115,7 @@ class ParameterServer(Strategy):
         with watch:
             self._kv.push_pieces("weights", pieces, ROUND if bound == 0 else AT_ONCE)
             tell("sent", *self._parameters)
-            if self.mode == "ssp":
+            if self.mode == "ssp" and isinstance(self._kv, DistStore):
                 self._kv.clock(self._clock, bound)
             self._pull()
         tell("reduced", *self._parameters)
@@ -117,6 +132,7 @@ class ParameterServer(Strategy):
 
     def reconnect(self) -> None:
         """Until all servers are there, and all workers know it."""
+        assert isinstance(self._kv, DistStore)
         self._kv.reconnect()
 
     def settle(self) -> None:
@@ -129,14 +145,16 @@ class ParameterServer(Strategy):
     def state(self) -> dict[str, Any]:
         """What the servers remember, told by rank 0; and what compression has not sent yet, each rank's own."""
         slots = self._kv.slots("weights") if self.wire.rank == 0 else []
-        parts = range(self._kv.num_servers if self.compression is not None else 0)
-        return {"slots": slots, "residuals": [self._kv.residual("weights", part) for part in parts]}
+        residuals = []
+        if self.compression is not None and isinstance(self._kv, DistStore):
+            residuals = [self._kv.residual("weights", part) for part in range(self._kv.num_servers)]
+        return {"slots": slots, "residuals": residuals}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
         """The model has its weights again: let the servers have them, too. New ranks have nothing unsent."""
         if self.wire.rank == 0:
             self._kv.restore("weights", self._weights.clone(), states[0]["slots"])
-        if len(states) == self.wire.size:
+        if len(states) == self.wire.size and isinstance(self._kv, DistStore):
             for part, residual in enumerate(states[self.wire.rank]["residuals"]):
                 self._kv.set_residual("weights", residual, part)
         self._kv.barrier()

@@ -8,8 +8,16 @@ import time
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Moment(ctypes.Structure):
+class Moment(ctypes.Structure):
+    """A time of the clock, as C has it."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+    @classmethod
+    def after(cls, seconds: float) -> Moment:
+        """So long from now."""
+        until = time.time() + seconds
+        return cls(int(until), int(until % 1 * 1e9))
 
 
 class Bell:
@@ -30,9 +38,7 @@ class Bell:
 
     def sleep(self, seconds: float) -> bool:
         """For its owner: until somebody rings, or has rung since the last sleep; False if nobody does for so long."""
-        until = time.time() + seconds
-        moment = _Moment(int(until), int(until % 1 * 1e9))
-        if _libc.sem_timedwait(self._memory, ctypes.byref(moment)):
+        if _libc.sem_timedwait(self._memory, ctypes.byref(Moment.after(seconds))):
             return False
         while not _libc.sem_trywait(self._memory):  # once is enough for all who have rung
             pass

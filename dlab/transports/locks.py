@@ -1,0 +1,43 @@
+"""A lock in shared memory, which goes on if the process that holds it dies."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+
+from dlab.transports.bells import Moment
+
+_libc = ctypes.CDLL(None)
+_SHARED = _ROBUST = 1  # PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST
+_PATIENCE = 0.05  # seconds, between two looks whether this process was asked to end
+
+
+class Lock:
+    """A mutex of POSIX. It is made by one process, before any other uses it."""
+
+    ROOM = 64  # bytes
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = (ctypes.c_char * self.ROOM).from_buffer(memory)
+
+    def make(self) -> None:
+        """For one process."""
+        attributes = ctypes.create_string_buffer(64)
+        _libc.pthread_mutexattr_init(attributes)
+        _libc.pthread_mutexattr_setpshared(attributes, _SHARED)
+        _libc.pthread_mutexattr_setrobust(attributes, _ROBUST)
+        _libc.pthread_mutex_init(self._memory, attributes)
+
+    def __enter__(self) -> None:
+        while True:
+            got = _libc.pthread_mutex_timedlock(self._memory, ctypes.byref(Moment.after(_PATIENCE)))
+            if got == errno.EOWNERDEAD:
+                _libc.pthread_mutex_consistent(self._memory)
+            elif got == errno.ETIMEDOUT:
+                continue
+            elif got:
+                raise OSError(got, "a lock in shared memory cannot be had")
+            return
+
+    def __exit__(self, *_: object) -> None:
+        _libc.pthread_mutex_unlock(self._memory)
