@@ -1,17 +1,24 @@
 """The view of messages: every recorded message is an arrow of its step, and the counts are those of the formula."""
 
+import json
 import re
+import sys
+from html import unescape
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
-from matplotlib.patches import Circle, FancyArrowPatch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 import dlab
-from dlab import collectives, cost
+from dlab import collectives, cost, kvstore
 from dlab.views import Messages
 from dlab.views.messages import _MOST, _SENT, _bend, _size
 from dlab.views.page import pack
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
 ALGORITHMS = ["naive", "tree", "ring", "halving_doubling", "hierarchical"]
 
@@ -157,6 +164,95 @@ def test_a_step_that_is_not_there_gets_a_sentence(step):
 )
 def test_sizes_are_short(count, words):
     assert _size(count) == words
+
+
+def test_arrows_lie_between_the_rims_of_two_ranks():
+    for algorithm in ALGORITHMS:
+        for axes in record(algorithm, 7).figure().axes:
+            centres = np.array([patch.center for patch in axes.patches if isinstance(patch, Circle)])
+            for arrow in arrows(axes):
+                start, _, end, *_ = arrow.get_path().vertices
+                for point in (start, end):
+                    assert 0.19 < np.hypot(*(centres - point).T).min() < 0.3
+
+
+def test_arrows_go_forward_even_where_ranks_are_so_many_that_they_overlap():
+    (axes,) = record("ring", 32).figure(0).axes
+    centres = np.array([patch.center for patch in axes.patches if isinstance(patch, Circle)])
+    for rank, arrow in enumerate(arrows(axes)):
+        start, _, end, *_ = arrow.get_path().vertices
+        assert (end - start) @ (centres[(rank + 1) % 32] - centres[rank]) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_no_text_is_cut_off_however_long_it_is(ranks):
+    messages = [event.data | {"bytes": 1023 * 1024 + 900 - 103 * event.rank} for event in made_up_ring(ranks, 1)]
+    view = Messages([dlab.Event(each["end"], each["source"], "message", each) for each in messages])
+    for figure in (view.figure(), view.figure(0)):
+        FigureCanvasAgg(figure).draw()
+        for axes in figure.axes:
+            assert max(len(text.get_text()) for text in axes.texts) == len("1023.9 KiB")
+            for box in (text.get_window_extent() for text in axes.texts):
+                assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+                assert axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+
+
+# ------------------------------------------------------------------------------------- servers
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A run of two workers with a server."""
+
+    def push_and_pull():
+        kv = kvstore.create("dist_sync")
+        kv.init("w", torch.zeros(100))
+        kv.push("w", torch.ones(100))
+        return kv.pull("w").sum().item()
+
+    with dlab.Cluster(2, servers=1) as cluster:
+        run = cluster.start(push_and_pull)
+        assert run.wait(60) == [200.0, 200.0]
+        yield run
+
+
+def test_servers_have_their_names_wherever_one_reads(served):
+    view = Messages([*served.states, *served.events])
+    push, pull, totals = str(view).splitlines()
+    assert push == "push w 0   0 → server 0, 1 → server 0   400 B each"
+    assert sorted(re.findall(r"server 0 → \d", pull)) == ["server 0 → 0", "server 0 → 1"]
+    assert totals == "4 messages in 2 steps, each rank sends 400 B, server 0 sends 800 B"
+    assert view.alt.startswith("Ranks 0 to 1 and server 0 on a circle, an arrow per message. Push w, step 1 of 1: 0 → ")
+
+    for axes in view.figure().axes:
+        assert [text.get_text() for text in axes.texts][:3] == ["0", "1", "server\n0"]
+        shapes = [type(patch) for patch in axes.patches if not isinstance(patch, FancyArrowPatch)]
+        assert shapes == [Circle, Circle, FancyBboxPatch]
+
+    bundle = view.bundle()
+    everything = unescape(bundle["text/html"]) + bundle["text/plain"]
+    assert "server 0" in everything and not re.search(r"rank 2|Ranks 0 to 2|2→|→2", everything)
+    assert json.loads(sent(view)[0])[0]["data"]["names"] == {"2": "server 0"}
+
+
+def test_without_states_nobody_knows_that_it_is_a_server(served):
+    view = Messages(served.events)
+    assert str(view).splitlines()[0] == "push w 0   0→2 1→2   400 B each"
+    assert str(view).splitlines()[-1] == "4 messages in 2 steps, a rank sends 400 B to 800 B"
+    assert view.alt.startswith("Ranks 0 to 2 on a circle") and view.data()["names"] == {}
+    view.add(served.states)
+    assert str(view) == str(Messages([*served.states, *served.events])), "names may come later"
+
+
+def test_a_server_without_messages_is_not_on_the_circle(served):
+    view = Messages([*served.states, *rehearse("ring", 2)])
+    assert "server" not in view.alt + str(view) and view.alt.startswith("Ranks 0 to 1 on a circle")
+
+
+def test_what_goes_from_a_server_to_many_is_said_once(served):
+    view = Messages([*served.states, *served.events])
+    push, pull = ([text.get_text() for text in axes.texts][3:] for axes in view.figure().axes)
+    assert (push, pull) == (["400 B", "400 B"], ["400 B each"])
 
 
 # ------------------------------------------------------------------------------------- the formula

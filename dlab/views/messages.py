@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, FancyArrowPatch
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
+from matplotlib.path import Path
 
 from dlab.events import Event
 from dlab.views.columns import Arrivals
@@ -23,6 +24,8 @@ from dlab.views.still import COLOURS, View
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
 _SENT, _MOST = 200, 4000  # steps, and messages, that go to the browser: the last ones
 _COLUMNS = 4  # pictures side by side in a strip
+_ABOVE, _BELOW = 0.35, 0.5  # inches for the lines above and below them
+_NODE, _RIM = 0.19, 0.22  # radius of a rank, and where its arrows begin and end; that of the circle is 1
 _CROWD = 5  # more messages than this in a step, if all of one size, have it said once and not at every arrow
 _BUSY, _IDLE, _INK = "#404040", "#D0D0D0", "#202020"  # ranks that take part in a step, the others, the text
 
@@ -43,6 +46,8 @@ class Formula(Protocol):
 class Messages(View):
     """The messages of a run (`run.events`, or `.messages` of a rehearsal), a picture per step.
 
+    Servers are numbered after the ranks; given `run.states` too, it calls them by their names.
+
     `steps` are the (phase, step) pairs in the order of the run; `messages` and `bytes_per_rank` count as
     `dlab.cost.allreduce` does. Give its answer as `cost`, and it stands beside what was recorded.
 
@@ -57,12 +62,15 @@ class Messages(View):
         self.messages = 0
         self.bytes_per_rank: list[int] = []
         self._links = Counter[tuple[int, int]]()  # bytes by (source, destination)
+        self._names: dict[int, str] = {}  # of servers, as their states tell them
         self._steps = Steps()
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events, each rank's own in their order; a few microseconds per message."""
         for event in Arrivals.of(events).others:
+            if event.kind == "state" and "name" in event.data:
+                self._names[event.rank] = event.data["name"]
             if event.kind != "message":
                 continue
             message = event.data
@@ -85,24 +93,35 @@ class Messages(View):
 
     def figure(self, step: int | None = None) -> Figure:
         """The picture of one step (its place in `.steps`), or a strip of all of them."""
-        ranks = len(self.bytes_per_rank)
+        nodes = [self._name(rank) for rank in range(len(self.bytes_per_rank))]
         if step is not None:
             if not 0 <= step < len(self._steps):
                 raise IndexError(f"there is no step {step}: this run has {len(self._steps)}, counted from 0")
-            figure = Figure(figsize=(4, 4.2), layout="constrained", facecolor="white")
-            _draw(figure.add_subplot(), self._steps.first(step + 1)[step], ranks, size=11)
+            titled = self._steps.first(step + 1)[step]
+            figure = Figure(figsize=(4, 4.2), facecolor="white")
+            _draw(figure.add_axes((0, 0, 1, 1)), titled, nodes, _reach([titled], len(nodes)), size=11)
             return figure
         shown = self._steps.first(_SHOWN)
         rows = max(ceil(len(shown) / _COLUMNS), 1)
         columns = max(ceil(len(shown) / rows), 1)
-        figure = Figure(figsize=(2.4 * columns, 2.6 * rows), layout="constrained", facecolor="white")
-        for place, picture in enumerate(shown, 1):
-            _draw(figure.add_subplot(rows, columns, place), picture, ranks, size=8)
-        if len(self._steps) > _SHOWN:
-            figure.suptitle(f"the first {_SHOWN} of {len(self._steps)} steps", color=_INK)
-        if self.cost and shown:
-            figure.supxlabel(self._summary(), fontsize=9, color=_INK)
+        above, below = _ABOVE * (len(self._steps) > _SHOWN), _BELOW * bool(self.cost and shown)
+        height = 2.6 * rows + above + below
+        figure = Figure(figsize=(2.4 * columns, height), facecolor="white")
+        # all pictures get the same room: a layout that tries what each needs takes longer than to draw them
+        figure.subplots_adjust(0, below / height, 1, 1 - above / height, wspace=0, hspace=0)
+        reach = _reach(shown, len(nodes))
+        for place, titled in enumerate(shown, 1):
+            _draw(figure.add_subplot(rows, columns, place), titled, nodes, reach, size=8)
+        if above:
+            words = f"the first {_SHOWN} of {len(self._steps)} steps"
+            figure.suptitle(words, y=1 - 0.1 / height, color=_INK)
+        if below:
+            figure.supxlabel(self._summary(), y=0.1 / height, fontsize=9, color=_INK)
         return figure
+
+    def _name(self, rank: int) -> str:
+        """`2`, or `server 0`."""
+        return self._names.get(rank, str(rank))
 
     def data(self) -> dict[str, Any]:
         """The last steps with their messages, as far as they can be shown; totals of everything.
@@ -119,6 +138,7 @@ class Messages(View):
         complete = (place for place in reversed(range(len(shown))) if self._steps.is_complete(shown[place]))
         return {
             "messages": self.messages,
+            "names": self._names,
             "bytes_per_rank": self.bytes_per_rank,
             "links": {"source": links[:, 0].copy(), "destination": links[:, 1].copy(), "bytes": links[:, 2].copy()},
             "count": len(self._steps),
@@ -142,21 +162,47 @@ class Messages(View):
         if self.empty:
             return "Messages: none were recorded."
         steps = " ".join(
-            f"{titled.title.capitalize()}: {_words(titled.step, ', ')}." for titled in self._steps.first(_SHOWN)
+            f"{titled.title.capitalize()}: {self._words(titled.step, ', ')}." for titled in self._steps.first(_SHOWN)
         )
         summary = self._summary().replace("\n", "; ")
-        return f"Ranks 0 to {len(self.bytes_per_rank) - 1} on a circle, an arrow per message. {steps} {summary}."
+        ranks, servers = self._by_role(self.bytes_per_rank)
+        who = " and ".join([f"Ranks 0 to {len(ranks) - 1}" if len(ranks) > 1 else "Rank 0", *servers])
+        return f"{who} on a circle, an arrow per message. {steps} {summary}."
 
     def _summary(self) -> str:
         """What was recorded, and below it what the formula says."""
-        recorded = _totals(self.messages, len(self._steps), self.bytes_per_rank)
+        recorded = self._totals(self.messages, len(self._steps), self.bytes_per_rank)
         if not self.cost:
             return recorded
         missing = [0] * (len(self.cost.bytes_per_rank) - len(self.bytes_per_rank))
         counted = (self.messages, len(self._steps), [*self.bytes_per_rank, *missing])
         expected = (self.cost.messages, self.cost.steps, list(self.cost.bytes_per_rank))
         verdict = "the same" if counted == expected else "not the same"
-        return f"recorded: {recorded}\nformula: {_totals(*expected)}: {verdict}"
+        return f"recorded: {recorded}\nformula: {self._totals(*expected)}: {verdict}"
+
+    def _totals(self, messages: int, steps: int, bytes_per_rank: list[int]) -> str:
+        """`24 messages in 6 steps, each rank sends 36 B, server 0 sends 144 B`."""
+        ranks, servers = self._by_role(bytes_per_rank)
+        least, most = _size(min(ranks)), _size(max(ranks))
+        sent = [f"each rank sends {most}" if least == most else f"a rank sends {least} to {most}"]
+        sent += [f"{name} sends {_size(count)}" for name, count in servers.items()]
+        return f"{messages} messages in {steps} steps, {', '.join(sent)}"
+
+    def _by_role(self, bytes_per_rank: list[int]) -> tuple[list[int], dict[str, int]]:
+        """What the ranks send, and what each of the servers sends."""
+        servers = {self._names[rank]: count for rank, count in enumerate(bytes_per_rank) if rank in self._names}
+        return bytes_per_rank[: len(bytes_per_rank) - len(servers)], servers
+
+    def _words(self, step: Step, gap: str) -> str:
+        """`0→1 1→2 2→0   4 B each`, or the bytes of each where they differ; with names, `0 → server 0, …`."""
+        messages = step.messages
+        ends = [(message["source"], message["destination"]) for message in messages]
+        to, comma = (" → ", ", ") if self._names.keys() & {rank for pair in ends for rank in pair} else ("→", " ")
+        arrows = [to.join(map(self._name, pair)) for pair in ends]
+        sizes = [_size(message["bytes"]) for message in messages]
+        if len({message["bytes"] for message in messages}) == 1:
+            return f"{comma.join(arrows)}{gap}{sizes[0]}" + (" each" if len(arrows) > 1 else "")
+        return comma.join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True))
 
     def __str__(self) -> str:
         if self.empty:
@@ -164,54 +210,66 @@ class Messages(View):
         shown = [titled.step for titled in self._steps.first(_SHOWN)]
         names = [f"{step.phase} {step.number}".strip() for step in shown]
         width = max(map(len, names))
-        lines = [f"{name:<{width}}   {_words(step, '   ')}" for name, step in zip(names, shown, strict=True)]
+        lines = [f"{name:<{width}}   {self._words(step, '   ')}" for name, step in zip(names, shown, strict=True)]
         more = [f"… {len(self._steps) - _SHOWN} more steps"] if len(self._steps) > _SHOWN else []
         return "\n".join([*lines, *more, self._summary()])
 
 
-def _draw(axes: Axes, titled: Titled, ranks: int, size: float) -> None:
-    """Ranks on a circle, an arrow per message, its bytes beside it, in text of about this size."""
-    messages, colour = titled.step.messages, COLOURS[titled.colour % len(COLOURS)]
-    axes.set(xlim=(-1.45, 1.45), ylim=(-1.45, 1.3), aspect="equal")
+def _draw(axes: Axes, titled: Titled, nodes: list[str], reach: float, size: float) -> None:
+    """Ranks and servers on a circle, an arrow per message, its bytes beside it, in text of about this size."""
+    colour = COLOURS[titled.colour % len(COLOURS)]
+    axes.set(xlim=(-reach, reach), ylim=(-reach, 1.15 * reach), aspect="equal")
     axes.set_axis_off()
-    axes.set_title(titled.title, fontsize=size + 1, color=colour)
-    turn = -pi / 2 if ranks == 2 else 0.0  # rank 0 is on top, the others clockwise; two are side by side
-    angles = [2 * pi * rank / ranks + turn for rank in range(ranks)]
+    axes.set_title(titled.title, fontsize=size + 1, color=colour, y=0.93, pad=0)
+    messages, places = titled.step.messages, _places(len(nodes))
     busy = {rank for message in messages for rank in (message["source"], message["destination"])}
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
-    nodes = []
-    for rank, angle in enumerate(angles):
-        nodes.append(Circle((sin(angle), cos(angle)), 0.19, color=_BUSY if rank in busy else _IDLE))
-        axes.add_patch(nodes[rank])
-        axes.text(sin(angle), cos(angle), str(rank), color="white" if rank in busy else _BUSY, **text)
+    for rank, (name, place) in enumerate(zip(nodes, places, strict=True)):
+        axes.add_artist(_node(name, place, _BUSY if rank in busy else _IDLE))
+        small = {} if name.isdecimal() else {"fontsize": 0.8 * size}
+        axes.text(*place, name.replace(" ", "\n"), color="white" if rank in busy else _BUSY, **text | small)
     line: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 1.4 * size, "linewidth": size / 5}
-    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-    crowded = len(messages) > _CROWD and len({message["bytes"] for message in messages}) == 1
     for message in messages:
-        start, end = nodes[message["source"]], nodes[message["destination"]]
-        bend = _bend(message["destination"] - message["source"], ranks)
-        line |= {"patchA": start, "patchB": end, "connectionstyle": f"arc3,rad={bend}"}
-        axes.add_patch(FancyArrowPatch(start.center, end.center, color=colour, **line))
-        if not crowded:
-            words = _size(message["bytes"])
-            axes.text(*_beside(start.center, end.center, bend, len(words)), words, color=_INK, bbox=box, **text)
-    if crowded:
-        axes.text(0, -1.38, f"{_size(messages[0]['bytes'])} each", color=_INK, **text)
+        start, end = places[message["source"]], places[message["destination"]]
+        bend = _bend(message["destination"] - message["source"], len(nodes))
+        axes.add_artist(FancyArrowPatch(path=_way(start, end, bend), color=colour, **line))
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+    for x, y, words in _labels(titled.step, len(nodes)):
+        axes.text(x, y, words, color=_INK, bbox=box, **text)
 
 
-def _words(step: Step, gap: str) -> str:
-    """`0→1 1→2 2→0   4 B each`, or the bytes of each where they differ."""
-    arrows = [f"{message['source']}→{message['destination']}" for message in step.messages]
-    sizes = [_size(message["bytes"]) for message in step.messages]
-    if len({message["bytes"] for message in step.messages}) == 1:
-        return f"{' '.join(arrows)}{gap}{sizes[0]}" + (" each" if len(arrows) > 1 else "")
-    return " ".join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True))
+def _places(ranks: int) -> list[tuple[float, float]]:
+    """On the circle: rank 0 is on top, the others follow clockwise; two are side by side."""
+    angles = [2 * pi * rank / ranks - (pi / 2 if ranks == 2 else 0) for rank in range(ranks)]
+    return [(sin(angle), cos(angle)) for angle in angles]
 
 
-def _totals(messages: int, steps: int, bytes_per_rank: list[int]) -> str:
-    least, most = _size(min(bytes_per_rank)), _size(max(bytes_per_rank))
-    each = f"each rank sends {most}" if least == most else f"a rank sends {least} to {most}"
-    return f"{messages} messages in {steps} steps, {each}"
+def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
+    """Where the bytes of the messages are told, and how: beside each arrow, or once below a crowd or a fan."""
+    messages, places = step.messages, _places(ranks)
+    fan = len({message["source"] for message in messages}) < len(messages)  # from one rank to many: all begin there
+    if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
+        return [(0, -1.38, f"{_size(messages[0]['bytes'])} each")]
+    labels = []
+    for message in messages:
+        source, destination, words = message["source"], message["destination"], _size(message["bytes"])
+        bend = _bend(destination - source, ranks)
+        labels.append((*_beside(places[source], places[destination], bend, len(words)), words))
+    return labels
+
+
+def _reach(shown: list[Titled], ranks: int) -> float:
+    """How far pictures must reach to the sides, so that no text is cut off. A letter takes 1/38 of the width."""
+    labels = [label for titled in shown for label in _labels(titled.step, ranks)]
+    return max([1.45, *(abs(x) / (1 - len(words) / 38) for x, _, words in labels)])
+
+
+def _node(name: str, place: tuple[float, float], colour: str) -> Patch:
+    """A disc for a rank, a square for a server."""
+    if name.isdecimal():
+        return Circle(place, _NODE, color=colour)
+    corner = (place[0] - _NODE, place[1] - _NODE)
+    return FancyBboxPatch(corner, 2 * _NODE, 2 * _NODE, "round,pad=0,rounding_size=0.08", color=colour)
 
 
 def _size(count: int) -> str:
@@ -226,6 +284,19 @@ def _bend(hop: int, ranks: int) -> float:
     if hop in (1, ranks - 1) or 2 * hop == ranks:
         return -0.16  # to its left: outside the circle, if it goes clockwise
     return 0.06 if 2 * hop < ranks else -0.26  # inside, and one inside the other
+
+
+def _way(start: tuple[float, float], end: tuple[float, float], bend: float) -> Path:
+    """From the rim of one rank to that of the other, on a curve whose middle is to the side.
+
+    The part of a quadratic curve between two shares is one too. A formula for it is quicker than to look for the rim.
+    """
+    (x, y), (dx, dy) = start, (end[0] - start[0], end[1] - start[1])
+    corners = np.array([start, (x + dx / 2 + bend * dy, y + dy / 2 - bend * dx), end])
+    cut = min(0.4, _RIM / hypot(dx, dy))  # there is some way left where ranks overlap
+    shares = ((cut, cut), (cut, 1 - cut), (1 - cut, 1 - cut))
+    weights = np.array([((1 - s) * (1 - t), s * (1 - t) + t * (1 - s), s * t) for s, t in shares])
+    return Path(weights @ corners, [Path.MOVETO, Path.CURVE3, Path.CURVE3])
 
 
 def _beside(start: tuple[float, float], end: tuple[float, float], bend: float, length: int) -> tuple[float, float]:

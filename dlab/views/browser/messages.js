@@ -64,6 +64,9 @@ function atCursor(data, until) {
   return { index, share, way, sent, links, current, messages: data.messages - (data.source.length - end) };
 }
 
+// Ranks have numbers; `names` has those of servers.
+const isServed = (data) => data.bytes_per_rank.some((_, rank) => rank in data.names);
+
 const range = (from, to) => Array.from({ length: to - from }, (_, k) => from + k);
 
 function size(count) {
@@ -81,7 +84,7 @@ function fromTo(counts) {
 function layOut(data, width) {
   const ranks = data.bytes_per_rank.length;
   const beside = width >= 680;
-  const words = beside ? 44 : data.count > data.steps.length ? 76 : 60;
+  const words = beside ? 44 : 28 + 16 * (2 + isServed(data) + (data.count > data.steps.length));
   const side = Math.min(beside ? 340 : width, ranks > 9 ? 400 : 330);
   const lane = Math.max(9, Math.min(beside ? 34 : 24, 230 / ranks));
   const lanes = { left: beside ? side + 14 : 0, right: width, lane, height: ranks * lane + 62 };
@@ -93,14 +96,17 @@ function layOut(data, width) {
 function drawWords(paint, data, now, place) {
   const { context } = paint;
   const step = data.steps[now.index];
+  const ranks = (counts) => fromTo(counts.filter((_, rank) => !(rank in data.names)));
+  const servers = (counts) => fromTo(counts.filter((_, rank) => rank in data.names));
   const counters = [
     `messages ${now.messages} of ${data.messages}`,
-    `bytes per rank ${fromTo(now.sent)} of ${fromTo(data.bytes_per_rank)}`,
+    `bytes per rank ${ranks(now.sent)} of ${ranks(data.bytes_per_rank)}`,
   ];
   if (data.formula) {
     counters[0] += ` (formula ${data.formula.messages})`;
-    counters[1] += ` (formula ${fromTo(data.formula.bytes_per_rank)})`;
+    counters[1] += ` (formula ${ranks(data.formula.bytes_per_rank)})`;
   }
+  if (isServed(data)) counters.push(`bytes per server ${servers(now.sent)} of ${servers(data.bytes_per_rank)}`);
   if (data.count > data.steps.length) counters.push(`here: the last ${data.steps.length} of ${data.count} steps`);
   context.textAlign = "left";
   context.textBaseline = "middle";
@@ -161,14 +167,9 @@ function drawCircle(paint, data, now, { x, y, radius }) {
   const busy = new Set(now.current.flatMap((k) => [data.source[k], data.destination[k]]));
   context.textAlign = "center";
   context.textBaseline = "middle";
-  context.font = `600 ${Math.min(13, disc * 1.1)}px system-ui, sans-serif`;
   nodes.forEach((node, rank) => {
-    context.beginPath();
-    context.arc(node.x, node.y, disc, 0, 2 * Math.PI);
-    context.fillStyle = busy.has(rank) ? paint.text : paint.line;
-    context.fill();
-    context.fillStyle = busy.has(rank) ? paint.ground : paint.text;
-    context.fillText(rank, node.x, node.y + 0.5);
+    const [fill, ink] = busy.has(rank) ? [paint.text, paint.ground] : [paint.line, paint.text];
+    drawNode(context, node, data.names[rank]?.split(" ") ?? [rank], disc, fill, ink);
   });
   context.font = "11px system-ui, sans-serif";
   const most = Math.max(...now.current.map((k) => data.bytes[k]), 1);
@@ -178,6 +179,20 @@ function drawCircle(paint, data, now, { x, y, radius }) {
   });
   const each = `${fromTo(now.current.map((k) => data.bytes[k]))} each`;
   if (ways.length) outlined(paint, crowd ? each : "Σ: on this link so far", x, y + radius + disc + 14);
+}
+
+// A rank is a disc with its number; a server is a square with its name, a word below the other.
+function drawNode(context, { x, y }, words, disc, fill, ink) {
+  const letters = words.length > 1 ? Math.max(8, disc * 0.5) : Math.min(13, disc * 1.1);
+  context.font = `600 ${letters}px system-ui, sans-serif`;
+  const half = Math.max(0.95 * disc, ...words.map((word) => context.measureText(word).width / 2 + 1.5));
+  context.beginPath();
+  if (words.length > 1) context.roundRect(x - half, y - 0.95 * disc, 2 * half, 1.9 * disc, disc / 2);
+  else context.arc(x, y, disc, 0, 2 * Math.PI);
+  context.fillStyle = fill;
+  context.fill();
+  context.fillStyle = ink;
+  words.forEach((word, line) => context.fillText(word, x, y + 0.5 + (line - (words.length - 1) / 2) * letters));
 }
 
 // Every link that was used so far: the wider, the more went over it. At those of this step the sum is said.
@@ -268,7 +283,7 @@ function drawLanes(paint, data, now, { left, right, top, lane, height }) {
   const low = shown.reduce((least, k) => Math.min(least, data.start[k]), Infinity);
   const span = shown.reduce((most, k) => Math.max(most, data.end[k]), low) - low || 1e-6;
   const ranks = data.bytes_per_rank.length;
-  const box = { left: left + 48, right: right - 62, top: top + 16, bottom: top + 16 + ranks * lane };
+  const box = { left: left + (isServed(data) ? 56 : 48), right: right - 62, top: top + 16, bottom: top + 16 + ranks * lane };
   const across = (time) => box.left + ((time - low) / span) * (box.right - box.left);
   const [unit, scale] = span < 1e-3 ? ["µs", 1e6] : span < 1 ? ["ms", 1e3] : ["s", 1];
 
@@ -284,7 +299,7 @@ function drawLanes(paint, data, now, { left, right, top, lane, height }) {
     context.lineTo(box.right, y);
     context.stroke();
     context.textAlign = "right";
-    context.fillText(lane < 12 ? rank : `rank ${rank}`, box.left - 6, y);
+    context.fillText(data.names[rank] ?? (lane < 12 ? rank : `rank ${rank}`), box.left - 6, y);
     context.textAlign = "left";
     context.fillText(size(now.sent[rank]), box.right + 6, y);
   }
