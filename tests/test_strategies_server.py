@@ -1,5 +1,6 @@
 """Parameter servers: sync equals one process, ssp with no staleness equals sync, and who dies is missed by nobody."""
 
+import random
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import dlab
 from dlab.data.batches import take
 from dlab.data.dealing import Dealer
 from dlab.kvstore import compression
+from dlab.training.checkpoints import open_checkpoint
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
@@ -159,9 +161,10 @@ def _leads(run, slow):
 
 
 @pytest.mark.parametrize(("mode", "servers"), [("async", 1), ("ssp", 1), ("async", 0)])
-def test_who_is_killed_is_missed_by_nobody(four, mode, servers):
-    strategy = dlab.ParameterServer(mode, staleness=3, servers=servers)
-    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=60, batch_size=12, lr=0.01)
+def test_who_is_killed_is_missed_by_nobody(four, tmp_path, mode, servers):
+    strategy, given = dlab.ParameterServer(mode, staleness=3, servers=servers), {"batch_size": 12, "lr": 0.01}
+    saved = {"checkpoint": tmp_path, "every": 100}
+    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=60, **given, **saved)
     run.delay(1, 0.01)
     wait_for_step(run, 10)
     run.kill(2)
@@ -169,6 +172,7 @@ def test_who_is_killed_is_missed_by_nobody(four, mode, servers):
     assert result.identical
     last = {rank: max(e.data["step"] for e in run.events if e.kind == "log" and e.rank == rank) for rank in range(4)}
     assert last[2] < last[0] == last[1] == last[3]
+    assert open_checkpoint(tmp_path).ranks == 3
     assert four.run(dlab.rank) == [0, 1, 2, 3]
 
 
@@ -210,6 +214,20 @@ def test_with_checkpoints_a_new_server_takes_the_place_of_a_killed_one(tmp_path,
     assert difference(result.model, whole.model) == 0
     assert len(result.losses) == len(whole.losses)
     assert f"a server has died: a new one goes on from step {20 if saved else 0}" in capfd.readouterr().out
+
+
+def test_so_it_does_whenever_a_server_dies(tmp_path):
+    """In the middle of a step, of saving, or of beginning anew: it saves after every step and loses four servers."""
+    given, dice = {"epochs": 30, "batch_size": 12, "lr": 0.01}, random.Random(1)
+    strategy, samples = dlab.ParameterServer("sync", servers=2), data_in_float()
+    with dlab.Cluster(3, servers=2) as cluster:
+        whole = dlab.train(network_in_float, samples, strategy, on=cluster, **given).wait(60)
+        run = dlab.train(network_in_float, samples, strategy, on=cluster, checkpoint=tmp_path, every=1, **given)
+        for _ in range(4):
+            time.sleep(dice.uniform(0.1, 0.6))
+            run.kill(3 + dice.randrange(2))
+        result = run.wait(60)
+    assert difference(result.model, whole.model) == 0
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])

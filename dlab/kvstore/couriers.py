@@ -85,6 +85,7 @@ class FarLines(Lines):
         self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING, text: int = 0
     ) -> int:
         """Asked here, so that its answer can be waited for, and carried over."""
+        self.parts[server] += op == Op.INIT
         number = self.queues[server].post(op, part, *numbers)
         words = [op, part, text, *lays, *gets, len(numbers), *numbers]
         self._asked[server].put((words, self.queues[server], lays))

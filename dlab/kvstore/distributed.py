@@ -18,8 +18,9 @@ from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
 from dlab.kvstore.serving import Workers, digest_of, lines, workers
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
-from dlab.processes.inside import once, servers, transport
+from dlab.processes.inside import emit, once, servers, transport
 from dlab.transports import Recorder, Transport
+from dlab.transports.meeting import Venue, meet
 from dlab.transports.patience import Patience
 
 AT_ONCE = 1  # the bound of a push that waits for nobody
@@ -40,7 +41,7 @@ class DistStore(KVStore):
     def __init__(self, type: str, timeout: float = 600.0, wire: Transport | None = None) -> None:
         super().__init__(type)
         wire = wire or workers()
-        self._lines: Lines = wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
+        self._lines = _lines_of(wire)
         self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
         self._timeout, self._number = timeout, next(self._lines.stores)
         self._wire = wire or transport()
@@ -73,9 +74,8 @@ class DistStore(KVStore):
                 found.gradient.copy_(flat[part.begin : part.end])
             told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
             told |= {"dtype": str(value.dtype).removeprefix("torch.")}
-            self._tell(part.server, Op.INIT, told, (found.begin, found.gradient.nbytes) if self.rank == 0 else NOTHING)
             shelves.append(Shelf(part, self._lines.parts[part.server], found))
-            self._lines.parts[part.server] += 1
+            self._tell(part.server, Op.INIT, told, (found.begin, found.gradient.nbytes) if self.rank == 0 else NOTHING)
         self._shelves[key] = shelves
         if rows or len(shelves) == 1:
             self._rows[key] = value[0].numel() if value.ndim else 1
@@ -258,22 +258,13 @@ class DistStore(KVStore):
                 shelf.pushes += 1
                 self._wait_until_applied(shelf)
 
-    def reconnect(self, seconds: float = 60.0) -> None:
-        """After a server was lost: wait for a new one, with all workers. A store that is made then can go on."""
-        until = time.monotonic() + seconds
-        while not self._lines.meet_again():
-            if time.monotonic() > until:
-                raise TimeoutError(f"a server has died, and no other has come in {seconds:g} s")
-            time.sleep(0.01)
-        self._wire.barrier()
-
     def staleness(self, key: Key) -> list[int]:
         """Of the last push, by the server of each part: updates between the pull that it was computed on and it."""
         return [shelf.place.staleness for shelf in self._shelves[key]]
 
     def clock(self, clock: int, bound: int | None) -> int:
         """Begin step number `clock`, as soon as nobody who lives is more than `bound` steps behind; None is any."""
-        number = self._ask(0, Op.CLOCK, 0, clock, -1 if bound is None else bound)
+        number = self._ask(0, Op.CLOCK, 0, clock + (self._lines.epoch << 42), -1 if bound is None else bound)
         self._wait(0, number, f"let it begin step {clock}")
         return self._lines.queues[0].reply(number)
 
@@ -330,7 +321,11 @@ class DistStore(KVStore):
             self._lines.peers, self._timeout, lambda: (self.num_workers + server, complaint), self._lines.bell
         )
         while not done():
-            wait()
+            try:
+                wait()
+            except ConnectionError:
+                if not done():  # the last that it did
+                    raise
             if self._lines.over and not done():
                 raise ConnectionError(f"{complaint}, which has ended")
 
@@ -340,6 +335,34 @@ class DistStore(KVStore):
             ends = (self.rank, self.num_workers + shelf.part.server)
             self._wire.label(f"{phase} {key}", self._shelves[key].index(shelf))
             self._wire.note(*(ends if to_server else ends[::-1]), nbytes, start)
+
+
+def watch_servers(wire: Transport) -> None:
+    """From now on the death of a server ends every wait for other workers and servers, so that all learn of it."""
+    lines = _lines_of(wire)
+    for peers in (wire.peers, lines.peers):
+        if peers is not None:
+            peers.others = lambda: "which has no use any more: a server has died" if lines.broken else None
+
+
+def reconnect(rank: int, workers: int) -> Transport:
+    """After a server was lost: wait for a new one, with all workers; gives a wire between them, for a new store."""
+    lines = once(_way_to_servers)
+    crew = lines.crew()
+
+    def where() -> Venue | None:
+        nonlocal crew
+        crew = lines.crew()
+        return None if crew is None else (f"with the servers {crew}", list(range(workers)))
+
+    wire, _ = meet(where, rank)
+    assert crew is not None
+    lines.meet_servers(crew)
+    return Recorder(wire, emit)
+
+
+def _lines_of(wire: Transport | None) -> Lines:
+    return wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
 
 
 def _way_to_servers() -> Lines:

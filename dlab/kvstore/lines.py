@@ -52,7 +52,7 @@ class Queue:
         self._posted, self._served = memory[:_LINE].cast("Q"), memory[_LINE : 2 * _LINE].cast("Q")
         self._words = memory[2 * _LINE : _QUEUE - TEXT].cast("q")
         self._text = memory[_QUEUE - TEXT : _QUEUE]
-        self.known = self.generation
+        self.known = self.generation  # of the server that the worker means
 
     @property
     def posted(self) -> int:
@@ -74,21 +74,28 @@ class Queue:
         self._served[1] += 1
         self._served[0] = self._posted[0]
 
+    def begin_anew(self, generation: int, epoch: int) -> None:
+        """For the worker: from now on it means this server, and nothing that it has asked before."""
+        self.known, self._posted[1] = generation, epoch
+
+    def _tag(self, generation: int) -> int:
+        return generation | self._posted[1] << 32
+
     def post(self, op: Op, part: int, *numbers: int) -> int:
         """For the worker: ask, and get the number that `served` will reach. There must be room."""
         number = self._posted[0]
         start = number % DEPTH * _WORDS
-        for place, word in enumerate((op, part, self.known, len(numbers), *numbers), start):
+        for place, word in enumerate((op, part, self._tag(self.known), len(numbers), *numbers), start):
             self._words[place] = word
         self._posted[0] = number + 1  # last: who sees it sees the request (x86 keeps the order of stores)
         return number + 1
 
     def head(self) -> Request | None:
-        """For the server: the oldest that is not answered; those that were meant for another one are not."""
+        """For the server: the oldest that is not answered; those that are not meant for it any more never are."""
         while (number := self._served[0]) < self._posted[0]:
             start = number % DEPTH * _WORDS
-            op, part, generation, count, *numbers = self._words[start : start + _WORDS].tolist()
-            if generation == self.generation:
+            op, part, tag, count, *numbers = self._words[start : start + _WORDS].tolist()
+            if tag == self._tag(self.generation):
                 return Request(Op(op), part, tuple(numbers[:count]))
             self._served[0] = number + 1
         return None
@@ -161,6 +168,7 @@ class Lines:
         self.rank, self.workers, self.servers = rank, workers, servers
         self.memory, self._front = memory, Front(memory, workers + servers)
         self.bell = self._front.bells[rank]
+        self.epoch = 0  # how often all have begun anew
         self.stores, self.parts = count(), [0] * servers  # of a worker: numbers for stores; parts told to each server
         replaces = bool(self._front.numbers[rank])
         self._areas = [Desk.size(process) for process in range(workers + servers + 1)]  # where they begin
@@ -179,14 +187,26 @@ class Lines:
         start = self._areas[worker] + server * _QUEUE
         return Queue(self.memory[start : start + _QUEUE])
 
-    def meet_again(self) -> bool:
-        """For a worker: is there a server, old or new, in every place? Then what is asked from now on is for it."""
-        if any(self.peers.trouble(self.workers + server) for server in range(self.servers)):
-            return False
-        for server, queue in enumerate(self.queues):
-            if queue.known != queue.generation:
-                queue.known, self.parts[server] = queue.generation, 0
-        return True
+    def crew(self) -> list[tuple[int, int]] | None:
+        """For a worker: the process of each server, and how often it was replaced; None if one is dead."""
+        ranks = range(self.workers, self.workers + self.servers)
+        if set(ranks) - set(self.peers.alive()):
+            return None
+        numbers = [self._front.numbers[rank] for rank in ranks]
+        return list(zip(numbers, (queue.generation for queue in self.queues), strict=True))
+
+    @property
+    def broken(self) -> bool:
+        """For a worker: is a server dead, or not the one that it knows?"""
+        return self.crew() is None or any(queue.known != queue.generation for queue in self.queues)
+
+    def meet_servers(self, crew: list[tuple[int, int]]) -> None:
+        """For a worker, with all others: begin anew with these. Old stores, requests and clocks count no more."""
+        self.epoch = sum(generation for _, generation in crew)
+        self.stores = count(self.epoch << 20)
+        for server, (queue, (_, generation)) in enumerate(zip(self.queues, crew, strict=True)):
+            self.parts[server] *= queue.known == generation
+            queue.begin_anew(generation, self.epoch)
 
     @property
     def over(self) -> bool:
@@ -205,6 +225,7 @@ class Lines:
         `lays` and `gets`: what the server reads and what it fills, or how much of what it tells the place of; `text`
         is the length of what was written. On one host nobody needs to know: it is there already.
         """
+        self.parts[server] += op == Op.INIT
         number = self.queues[server].post(op, part, *numbers)
         self.ring(server)
         return number

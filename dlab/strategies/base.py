@@ -58,8 +58,8 @@ class Strategy:
         """After the last step, all ranks hold one model: that of rank 0, with its buffers."""
         spread_all(self.model.buffers(), self.wire)
 
-    def reconnect(self) -> None:
-        """After a server was lost: wait until there is a new one. Then `begin` begins anew."""
+    def reconnect(self) -> Transport:
+        """After a server was lost: wait until there is a new one. Gives a new wire, for `begin` to begin anew."""
         raise NotImplementedError
 
     def settle(self) -> None:

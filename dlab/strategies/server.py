@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlab.collectives import all_gather
 from dlab.kvstore.codes import compression as make_compression
-from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.distributed import AT_ONCE, DistStore, reconnect, watch_servers
 from dlab.kvstore.locked import LockedStore
 from dlab.kvstore.server import ROUND
 from dlab.kvstore.updates import recipe
@@ -66,7 +67,9 @@ class ParameterServer(Strategy):
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
         """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""
-        self.model, self.optimizer, self.wire = model, optimizer, wire
+        self.model, self.optimizer, self.wire, self._all = model, optimizer, wire, wire
+        if self.servers:
+            watch_servers(wire)
         spread_all(model.buffers(), wire)
         if len(optimizer.param_groups) > 1:
             raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
@@ -130,25 +133,33 @@ class ParameterServer(Strategy):
             return None if bound is None else int(bound)
         return 0 if self.mode == "sync" else None
 
-    def reconnect(self) -> None:
+    def reconnect(self) -> Transport:
         """Until all servers are there, and all workers know it."""
-        assert isinstance(self._kv, DistStore)
-        self._kv.reconnect()
+        return reconnect(self._all.rank, self._all.size)
 
     def settle(self) -> None:
-        """All that was pushed is in the weights of all. Who has died is not waited for."""
+        """All that was pushed is in the weights of all. Who has died is not waited for.
+
+        A server that is lost here is lost for all: nobody goes on to save what others have not got.
+        """
         self._meetings += 1
         alive = self._kv.meet(_END + self._meetings)
-        self._pull()
-        self.wire = Group(self.wire, alive) if len(alive) < self.wire.size else self.wire
+        self.wire = Group(self._all, alive) if len(alive) < self._all.size else self._all
+        lost: ConnectionError | None = None
+        try:
+            self._pull()
+            self._slots = self._kv.slots("weights") if self.wire.rank == 0 else []
+        except ConnectionError as problem:
+            lost = problem
+        if any(all_gather(torch.tensor([lost is not None], device=self._own.device), self.wire)):
+            raise lost or ConnectionError("a server has died, as another rank has found")
 
     def state(self) -> dict[str, Any]:
         """What the servers remember, told by rank 0; and what compression has not sent yet, each rank's own."""
-        slots = self._kv.slots("weights") if self.wire.rank == 0 else []
         residuals = []
         if self.compression is not None and isinstance(self._kv, DistStore):
             residuals = [self._kv.residual("weights", part) for part in range(self._kv.num_servers)]
-        return {"slots": slots, "residuals": residuals}
+        return {"slots": self._slots, "residuals": residuals}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
         """The model has its weights again: let the servers have them, too. New ranks have nothing unsent."""

@@ -46,13 +46,18 @@ class Checkpoint:
         return _read(self.folder / _name(rank))
 
 
+def checkpoint_after(steps: int, folder: str | Path) -> Path:
+    """Where it is, in the folder of all."""
+    return Path(folder) / f"step-{steps:08d}"
+
+
 def save_checkpoint(folder: str | Path, steps: int, wire: Transport, common: State, own: State) -> Path:
     """Every rank must call it, with the same folder (on hosts that share it), and gets the checkpoint's own.
 
     Costs a barrier and the writing.
     """
     folder = Path(folder)
-    whole, partial = folder / f"step-{steps:08d}", folder / f".step-{steps:08d}.partial"
+    whole, partial = checkpoint_after(steps, folder), folder / f".step-{steps:08d}.partial"
     if wire.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # somebody was interrupted here
         partial.mkdir(parents=True)

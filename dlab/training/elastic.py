@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-import time
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlab.collectives import all_gather, broadcast
-from dlab.transports import StoreTransport, Transport, connect
+from dlab.transports import Transport
+from dlab.transports.meeting import Venue, meet
 from dlab.transports.patience import Peers
-
-_NAP, _PATIENCE = 0.01, 20.0  # seconds
 
 
 def stand_together(wire: Transport) -> Peers:
@@ -26,28 +22,13 @@ def stand_together(wire: Transport) -> Peers:
 
 
 def meet_again(peers: Peers, rank: int) -> tuple[Transport, list[int]]:
-    """A wire between those who live, and who they are. Each of them must call it.
+    """A wire between those who live, and who they are. Each of them must call it."""
 
-    They meet at a place in the process group's store that is named after them; when one more dies meanwhile, the rest
-    meet at another.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    while True:
+    def where() -> Venue:
         alive = peers.alive()
-        place = f"without the dead: {alive}"
-        store.set(f"{place} {rank}", "here")
-        while not store.check([f"{place} {other}" for other in alive]):
-            time.sleep(_NAP)
-            if peers.alive() != alive:
-                break
-        else:
-            here = dist.PrefixStore(place, store)
-            here.set_timeout(timedelta(seconds=_PATIENCE))
-            try:
-                return connect(StoreTransport(here, alive.index(rank), len(alive))), alive
-            except RuntimeError:
-                if peers.alive() == alive:  # nobody has died: something else is wrong
-                    raise
+        return f"without the dead: {alive}", alive
+
+    return meet(where, rank)
 
 
 def newest(state: dict[str, Any], steps: int, wire: Transport) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
@@ -20,7 +19,7 @@ from dlab.data.batches import take
 from dlab.data.dealing import Course
 from dlab.processes.inside import knob
 from dlab.processes.watching import watch
-from dlab.training.checkpoints import Checkpoint, open_checkpoint, save_checkpoint
+from dlab.training.checkpoints import Checkpoint, checkpoint_after, open_checkpoint, save_checkpoint
 from dlab.training.elastic import meet_again, newest, stand_together
 from dlab.training.evaluation import evaluate
 from dlab.training.plan import Share, Training
@@ -39,7 +38,7 @@ class Trainee:
         self.first_ranks = wire.size
         self.epoch = self.step = self.steps = 0  # the next step: in its epoch, and of all
         self.started = time.perf_counter()
-        self.saved: Path | None = None if plan.resume is None else Path(plan.resume)  # the last checkpoint
+        self.saved = 0  # after how many steps, the last time
         self.losses: list[float] = []
         self.counts: list[int] = []
         # of all who began, and which of them I am
@@ -66,17 +65,19 @@ class Trainee:
 
     def run(self) -> Share:
         """To the end, with whoever is there."""
+        lost = False
         while True:
             try:
+                if lost and self.plan.elastic:
+                    self.go_on_without_the_dead()
+                elif lost:
+                    self.go_back_with_new_servers()
                 self.learn_all()
                 self.strategy.end()
                 return self.share()
             except ConnectionError:
-                if self.plan.elastic:
-                    self.go_on_without_the_dead()
-                elif self.plan.revives:
-                    self.go_back_with_new_servers()
-                else:
+                lost = True
+                if not (self.plan.elastic or self.plan.revives):
                     raise
 
     def learn_all(self) -> None:
@@ -132,10 +133,14 @@ class Trainee:
             group["lr"] = own * (rate / self.rates[0]) if self.rates[0] else rate
 
     def save(self) -> None:
-        """A checkpoint, by all ranks together."""
+        """A checkpoint, by all ranks together that are still there."""
         assert self.plan.checkpoint is not None
         self.strategy.settle()
-        losses, counts = (self._gather(each) for each in (self.losses, self.counts))
+        wire = self.strategy.wire
+        losses, counts = (
+            torch.stack(all_gather(torch.tensor(each, dtype=torch.float64), wire))
+            for each in (self.losses, self.counts)
+        )
         total = counts.sum(0)
         common = {
             "model": self.model.state_dict(),
@@ -152,11 +157,8 @@ class Trainee:
             "random": torch.get_rng_state(),
             "strategy": self.strategy.state(),
         }
-        self.saved = save_checkpoint(self.plan.checkpoint, self.steps, self.wire, common, own)
-
-    def _gather(self, numbers: list[float] | list[int]) -> torch.Tensor:
-        """Of all ranks, a row each."""
-        return torch.stack(all_gather(torch.tensor(numbers, dtype=torch.float64), self.wire))
+        save_checkpoint(self.plan.checkpoint, self.steps, wire, common, own)
+        self.saved = self.steps
 
     def resume(self, saved: Checkpoint) -> None:
         """Go on where it was saved; with another number of ranks, what is left of the epoch is dealt anew."""
@@ -205,11 +207,16 @@ class Trainee:
             print(f"a rank has died: ranks {', '.join(map(str, alive))} go on from step {self.steps}")
 
     def go_back_with_new_servers(self) -> None:
-        """All that a server knew is gone with it: go on from the last checkpoint, or from the beginning."""
-        self.strategy.reconnect()
-        self.join(self.wire)
-        if self.saved is not None:
-            self.resume(open_checkpoint(self.saved))
+        """All that a server knew is gone with it: go on from the last checkpoint, or from the beginning.
+
+        What one rank knows to be saved is whole, even if others were interrupted before they knew it.
+        """
+        self.join(self.strategy.reconnect())
+        self.saved = max(map(int, all_gather(torch.tensor([self.saved], device=self.device), self.wire)))
+        if self.saved and self.plan.checkpoint is not None:
+            self.resume(open_checkpoint(checkpoint_after(self.saved, self.plan.checkpoint)))
+        elif self.plan.resume is not None:
+            self.resume(open_checkpoint(self.plan.resume))
         else:
             self.course = Course(self.data, self.wire.size, self.plan.batch_size, self.plan.order, self.plan.seed)
             self.epoch = self.step = self.steps = 0

@@ -26,6 +26,7 @@ class Peers:
         self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
         self.closed = False
         self.together = False  # does the death of any rank end the wait for any other?
+        self.others: Callable[[], str | None] = lambda: None  # why no wait has any use, for reasons of others
 
     def alive(self) -> list[int]:
         """The ranks whose processes live."""
@@ -37,6 +38,8 @@ class Peers:
             return "when the group was closed"
         if self._is_dead(rank):
             return f"whose process {self._pids[rank]} has ended"
+        if lost := self.others():
+            return lost
         dead = [other for other in range(len(self._pids)) if self.together and self._is_dead(other)]
         return f"which has no use any more: the process of rank {dead[0]} has ended" if dead else None
 
