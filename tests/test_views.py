@@ -88,6 +88,23 @@ def test_several_runs_are_compared_by_their_means_and_by_time():
     assert ends == [49.0, 490.0]
 
 
+def test_by_time_a_slow_rank_does_not_hold_up_the_mean():
+    """The truth: sort all losses by time, whoever told them, and take the mean of each two."""
+    events = [
+        dlab.Event(float(step * (1 + 9 * rank)), rank, "log", {"step": step, "loss": 10.0 - step})
+        for rank in range(2)
+        for step in range(10)
+    ]
+    told = sorted(events, key=lambda event: event.time)
+    pairs = [told[place : place + 2] for place in range(0, 20, 2)]
+    (*_, (_, mean)) = LossCurves(events, by="time").lines()
+    assert np.allclose(mean[:, 2], [sum(event.time for event in pair) / 2 for pair in pairs])
+    assert np.allclose(mean[:, 1], [sum(event.data["loss"] for event in pair) / 2 for pair in pairs])
+    by_step, data = LossCurves(events), LossCurves(events).data()
+    assert np.allclose(data["curves"][-1]["timely"]["time"], mean[:, 2])
+    assert np.allclose(data["curves"][-1]["time"], by_step.lines()[-1][1][:, 2])
+
+
 def test_drawn_by_something_else_is_refused():
     with pytest.raises(ValueError, match="by 'step' or by 'time'"):
         LossCurves([], by="epoch")

@@ -10,7 +10,7 @@ import pytest
 import dlab
 from dlab.demo import average_gradients, train
 from dlab.views import panel as panels
-from dlab.views.panel import Live, Panel, RacePanel, knob_control
+from dlab.views.panel import Live, Panel, RacePanel, knob_control, race_controls
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,41 @@ def test_a_race_puts_runs_on_one_chart(at_once):
     (curves,) = panel.views
     assert {name: len(curve) for name, curve in curves.lines()} == {"five": 5, "three": 3}
     assert "5 steps" in panel.bundle()["text/plain"]
+
+
+def _turned():
+    for step in range(40):
+        dlab.log(step=step, loss=float(dlab.knob("speed", 1)))
+        time.sleep(0.02)
+
+
+def test_what_is_asked_of_a_race_is_for_the_run_that_goes_on_and_for_those_to_come():
+    race = dlab.race({"first": _turned, "second": _turned}, workers=2, by="time")
+    race.delay(1, 0.05)
+    deadline = time.monotonic() + 30
+    while not any(event.kind == "knob" for event in race.events.get("first", [])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    race.set("speed", 5)
+    panel = RacePanel(race)
+    assert [type(each) for each in race_controls(race, lambda wish: wish())[1:]] == [
+        ipywidgets.Dropdown,
+        ipywidgets.FloatSlider,
+    ]
+    race.wait()
+    panel.take_in()
+    assert panel.knobs == {"speed": 1}
+    losses = {name: [event.data["loss"] for event in race.events[name] if event.kind == "log"] for name in race.runs}
+    assert losses["first"][0] == 1.0 and losses["first"][-1] == 5.0
+    assert set(losses["second"][40:]) == {5.0}  # of 80: it was turned when it had begun
+    for events in race.events.values():  # rank 1 sleeps in each step, so rank 0 is done first
+        ended = {event.rank: event.time for event in events if event.kind == "log"}
+        assert ended[0] < ended[1]
+    (curves,) = panel.views
+    assert curves.by == "time"
+    with pytest.raises(IndexError, match="there is no rank 2 in this race: the ranks are 0 to 1"):
+        race.delay(2, 1.0)
+    with pytest.raises(ValueError, match="by 'step' or by 'time'"):
+        dlab.race({"x": _turned}, by="epoch")
 
 
 def test_a_race_takes_runs_that_are_there(cluster):

@@ -14,12 +14,14 @@ from dlab.processes.run import Run, finish
 class Race:
     """What `dlab.race` gives; as the last line of a cell it draws the losses of all runs on one chart."""
 
-    def __init__(self, contenders: Mapping[str, Any], workers: int, at_once: bool) -> None:
-        self.name = "race"
+    def __init__(self, contenders: Mapping[str, Any], workers: int, at_once: bool, by: str) -> None:
+        self.name, self.ranks, self.by = "race", workers, by
         self.runs: dict[str, Run] = {name: run for name, run in contenders.items() if isinstance(run, Run)}
         self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
         self._workers, self._stopped = workers, False
         self._error: Exception | None = None
+        self._delays: dict[int, float] = {}  # that were asked for, and knobs that were turned
+        self._knobs: dict[str, Any] = {}
         self.pictures: list[threading.Thread] = []  # those who draw it
         self._clusters = (
             [Cluster(workers, servers=_servers(each)) for each in self._functions.values()] if at_once else []
@@ -33,7 +35,11 @@ class Race:
                 if self._stopped:
                     return
                 on = self._clusters[number] if self._clusters else cluster(self._workers, _servers(function))
-                self.runs[name] = on.start(function)
+                run = self.runs[name] = on.start(function)
+                for rank, seconds in list(self._delays.items()):
+                    run.delay(rank, seconds)
+                for knob, value in list(self._knobs.items()):
+                    run.set(knob, value)
                 if not self._clusters:
                     self.runs[name]._done.wait()
             for run in list(self.runs.values()):
@@ -62,6 +68,23 @@ class Race:
         for run in list(self.runs.values()):
             run.stop()
 
+    def delay(self, rank: int, seconds: float) -> None:
+        """Let a rank sleep so long in each step, in the run that goes on and in those to come."""
+        if rank not in range(self.ranks):
+            raise IndexError(f"there is no rank {rank!r} in this race: the ranks are 0 to {self.ranks - 1}")
+        self._delays[rank] = seconds
+        for run in self._going():
+            run.delay(rank, seconds)
+
+    def set(self, name: str, value: Any) -> None:
+        """Turn a knob, in the run that goes on and in those to come."""
+        self._knobs[name] = value
+        for run in self._going():
+            run.set(name, value)
+
+    def _going(self) -> list[Run]:
+        return [run for run in list(self.runs.values()) if not run.done]
+
     @property
     def done(self) -> bool:
         """Have all runs ended?"""
@@ -87,16 +110,21 @@ def _servers(function: Callable[[], Any]) -> int:
     return getattr(function, "servers", 0)
 
 
-def race(contenders: Mapping[str, Run | Callable[[], Any]], workers: int = 4, at_once: bool = False) -> Race:
+def race(
+    contenders: Mapping[str, Run | Callable[[], Any]], workers: int = 4, at_once: bool = False, by: str = "step"
+) -> Race:
     """Let runs compete: `dlab.race({"ring": train_with_ring, "gloo": train_with_gloo})`.
 
     A contender is a function, which then runs on every one of `workers` workers, or a run that is there already. They
     run one after another on the same workers, so that none takes time from the others; `at_once=True` gives each a
-    cluster of its own.
+    cluster of its own. `by="time"` draws the losses by the wall clock instead of by step. While they run,
+    `race.delay(rank, seconds)` and `race.set(knob, value)` are for all of them, as are the sliders of the panel.
     """
     if not isinstance(contenders, Mapping) or not contenders:
         raise TypeError("race takes a dictionary of functions or runs by name, as in dlab.race({'ring': train, …})")
     for name, each in contenders.items():
         if not isinstance(each, Run) and not callable(each):
             raise TypeError(f"{name!r} is neither a run nor a function, but {each!r}")
-    return Race(contenders, workers, at_once)
+    if by not in ("step", "time"):
+        raise ValueError(f"by={by!r}: a race is drawn by 'step' or by 'time'")
+    return Race(contenders, workers, at_once, by)

@@ -24,7 +24,7 @@ class LossCurves(View):
     """The losses that ranks have logged (`dlab.log(step=…, loss=…)`), a line per rank and one for their mean.
 
     Given runs by name, `LossCurves({"sync": run.events, …})`, one line for the mean of each. `by="time"` draws against
-    the seconds since the run began instead of steps.
+    the seconds since the run began instead of steps; the mean is then that of all losses that came about this time.
 
     >>> LossCurves(run.events)
     rank 0   59 steps   2.301 → 0.412  █▇▆▅▃▂▂▁
@@ -72,13 +72,14 @@ class LossCurves(View):
         """By rank, of the only run or the first one."""
         return next(iter(self.runs.values()), {})
 
-    def lines(self, every: int = 1) -> list[tuple[str, Curve]]:
+    def lines(self, every: int = 1, by: str | None = None) -> list[tuple[str, Curve]]:
         """What is drawn: (name, curve); ranks of a single run and their mean, or the means of several runs."""
+        mean = _mean if (by or self.by) == "step" else _merge
         if len(runs := self.runs) > 1:
-            return [(name, _mean(of_run, every)) for name, of_run in runs.items() if of_run]
+            return [(name, mean(of_run, every)) for name, of_run in runs.items() if of_run]
         ranks = sorted(self.losses.items())
         lines = [(f"rank {rank}", curve[_places(len(curve), every)]) for rank, curve in ranks]
-        return [*lines, ("mean", _mean(self.losses, every))] if len(lines) > 1 else lines
+        return [*lines, ("mean", mean(self.losses, every))] if len(lines) > 1 else lines
 
     def figure(self) -> Figure:
         """Each rank's own loss, faint, and its running mean, strong: after an all-reduce only the batches differ."""
@@ -99,15 +100,18 @@ class LossCurves(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """Every curve as three arrays, thinned out to what a screen can show."""
+        """Every curve as arrays, by step and by time, thinned out to what a screen can show."""
         several, alone = len(self.runs) > 1, len(self.losses) == 1
         longest = max((len(curve) for ranks in self.runs.values() for curve in ranks.values()), default=0)
+        every = longest // _POINTS + 1
         curves = []
-        for number, (name, curve) in enumerate(self.lines(every=longest // _POINTS + 1)):
-            strong = several or alone or name == "mean"
-            columns = dict(zip(("step", "loss", "time"), curve.T.astype(np.float32), strict=True))
-            curves.append({"name": name, "colour": -1 if name == "mean" else number, "strong": strong, **columns})
-        return {"curves": curves}
+        for number, ((name, by_step), (_, by_time)) in enumerate(
+            zip(self.lines(every, "step"), self.lines(every, "time"), strict=True)
+        ):
+            mean = several or name == "mean"
+            curve = {"name": name, "colour": -1 if name == "mean" else number, "strong": mean or alone}
+            curves.append(curve | _columns(by_step) | ({"timely": _columns(by_time)} if mean else {}))
+        return {"curves": curves, "by": self.by}
 
     @property
     def alt(self) -> str:
@@ -145,6 +149,18 @@ def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
         count[: len(there)] += 1
     means[:, 1] /= count
     return means
+
+
+def _merge(ranks: Mapping[int, Curve], every: int) -> Curve:
+    """The means of as many losses as there are ranks, in the order in which they were told, whoever told them."""
+    rows = np.concatenate([curve[_places(len(curve), every)] for curve in ranks.values()] or [np.zeros((0, 3))])
+    rows = rows[np.argsort(rows[:, 2], kind="stable")]
+    starts = np.arange(0, len(rows), len(ranks) or 1)
+    return np.add.reduceat(rows, starts) / np.diff(np.append(starts, len(rows)))[:, None] if len(rows) else rows
+
+
+def _columns(curve: Curve) -> dict[str, Column]:
+    return dict(zip(("step", "loss", "time"), curve.T.astype(np.float32), strict=True))
 
 
 def _places(length: int, every: int) -> np.ndarray:

@@ -84,6 +84,9 @@ class Panel:
         arrived = Arrivals(states, records)
         for view in self.views:
             view.add(arrived)
+        self._learn_knobs(arrived)
+
+    def _learn_knobs(self, arrived: Arrivals) -> None:
         self.knobs.update(
             {event.data["name"]: event.data["default"] for event in arrived.others if event.kind == "knob"}
         )
@@ -122,7 +125,7 @@ class RacePanel(Panel):
     """The losses of several runs on one chart."""
 
     def __init__(self, race: Any) -> None:
-        self.run, self._curves = race, LossCurves({})
+        self.run, self._curves = race, LossCurves({}, by=race.by)
         self.views = [self._curves]
         self.knobs = {}
         self._read: dict[str, int] = {}
@@ -132,7 +135,9 @@ class RacePanel(Panel):
         """By run."""
         for name, run in list(self.run.runs.items()):
             records, self._read[name] = run.since(self._read.get(name, 0))
-            self._curves.add(Arrivals(records=records), name)
+            arrived = Arrivals(records=records)
+            self._curves.add(arrived, name)
+            self._learn_knobs(arrived)
 
 
 def show_live(run: Watched) -> threading.Thread | None:
@@ -141,8 +146,8 @@ def show_live(run: Watched) -> threading.Thread | None:
 
 
 def show_race(race: Any) -> threading.Thread | None:
-    """The same for a race; the only control is to stop it."""
-    return _show(RacePanel(race), lambda race, do: [_button("stop", "end the race", lambda: do(race.stop))])
+    """The same for a race; its controls are for the run that goes on and those to come."""
+    return _show(RacePanel(race), race_controls)
 
 
 def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
@@ -161,31 +166,43 @@ def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
 def controls(run: Watched, do: Do) -> list[widgets.Widget]:
     """Pause, stop, and for one rank at a time: delay and kill. `do` gets what is to be done."""
     pause = widgets.ToggleButton(description="pause", tooltip="freeze every rank, and go on", layout={"width": "90px"})
-    ranks = [(f"rank {rank}", rank) for rank in range(run.ranks)]
-    ranks += [(f"server {server}", run.ranks + server) for server in range(run.servers)]
-    whom = widgets.Dropdown(options=ranks, layout={"width": "90px"})
-    delay = widgets.FloatSlider(description="delay (s)", max=1.0, step=0.05, layout={"width": "300px"})
-    delays: dict[int, float] = {}
-
-    def set_delay(change: Any) -> None:
-        rank, seconds = whom.value, change["new"]
-        if delays.get(rank, 0.0) != seconds:  # else the slider has only moved because another rank was chosen
-            delays[rank] = seconds
-            do(lambda: run.delay(rank, seconds))
-
-    def choose(change: Any) -> None:
-        delay.value = delays.get(change["new"], 0.0)
-        delay.disabled = change["new"] >= run.ranks  # a server has no steps
+    whom, delay = delays(run, do, run.servers)
 
     def kill() -> None:
         rank = whom.value
         do(lambda: run.kill(rank))
 
     pause.observe(lambda change: do(run.pause if change["new"] else run.resume), "value")
-    delay.observe(set_delay, "value")
-    whom.observe(choose, "value")
     stop = _button("stop", "end the run on every rank", lambda: do(run.stop))
     return [pause, stop, whom, delay, _button("kill", "kill this rank's process, as a crash would", kill)]
+
+
+def race_controls(race: Any, do: Do) -> list[widgets.Widget]:
+    """Stop, and delay of one rank at a time."""
+    return [_button("stop", "end the race", lambda: do(race.stop)), *delays(race, do)]
+
+
+def delays(run: Any, do: Do, servers: int = 0) -> tuple[widgets.Dropdown, widgets.FloatSlider]:
+    """A rank to choose, and how long it sleeps in each step."""
+    ranks = [(f"rank {rank}", rank) for rank in range(run.ranks)]
+    ranks += [(f"server {server}", run.ranks + server) for server in range(servers)]
+    whom = widgets.Dropdown(options=ranks, layout={"width": "90px"})
+    delay = widgets.FloatSlider(description="delay (s)", max=1.0, step=0.05, layout={"width": "300px"})
+    chosen: dict[int, float] = {}
+
+    def set_delay(change: Any) -> None:
+        rank, seconds = whom.value, change["new"]
+        if chosen.get(rank, 0.0) != seconds:  # else the slider has only moved because another rank was chosen
+            chosen[rank] = seconds
+            do(lambda: run.delay(rank, seconds))
+
+    def choose(change: Any) -> None:
+        delay.value = chosen.get(change["new"], 0.0)
+        delay.disabled = change["new"] >= run.ranks  # a server has no steps
+
+    delay.observe(set_delay, "value")
+    whom.observe(choose, "value")
+    return whom, delay
 
 
 def _button(name: str, tooltip: str, press: Callable[[], object]) -> widgets.Widget:

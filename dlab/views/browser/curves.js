@@ -4,24 +4,24 @@ views.curves = {
   extent: (data) => [0, Math.max(0.001, ...data.curves.flatMap((curve) => Array.from(curve.time.slice(-1))))],
 
   controls(picture, bar) {
-    picture.options.by = "step";
     for (const by of ["step", "time"]) {
       const button = make("button", bar, { type: "button", textContent: by === "step" ? "by step" : "by time" });
-      button.setAttribute("aria-pressed", by === "step");
       button.onclick = () => {
         picture.options.by = by;
-        for (const other of bar.children) other.setAttribute("aria-pressed", other === button);
         picture.ask();
       };
     }
+    picture.options.buttons = Array.from(bar.children);
   },
 
   draw(paint, data, until) {
-    const by = paint.picture.options.by;
+    const by = paint.picture.options.by ?? data.by;
+    paint.picture.options.buttons.forEach((button) => button.setAttribute("aria-pressed", button.textContent === `by ${by}`));
     const shown = data.curves.map((curve) => {
-      let count = curve.time.findIndex((moment) => moment > until);
-      if (count < 0) count = curve.time.length;
-      return { ...curve, count, x: curve[by] };
+      const points = (by === "time" && curve.timely) || curve; // means are others by time
+      let count = points.time.findIndex((moment) => moment > until);
+      if (count < 0) count = points.time.length;
+      return { ...curve, ...points, count, x: points[by] };
     });
     const last = Math.max(1e-9, ...shown.map((curve) => (curve.count ? curve.x[curve.count - 1] : 0)));
     const highest = Math.max(1e-9, ...shown.map((curve) => curve.loss.slice(0, curve.count).reduce((a, b) => Math.max(a, b), 0)));
