@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from dlab.kvstore.lines import DEPTH, NOTHING, Lines, Op, Place, Span
+from dlab.kvstore.lines import DEPTH, NOTHING, Op, Place, Span
 from dlab.kvstore.placement import BIG, Key, Part, place
 from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
-from dlab.kvstore.serving import Workers, digest_of, lines, workers
+from dlab.kvstore.serving import digest_of, lines_of, workers
 from dlab.kvstore.store import KVStore, add_up
 from dlab.kvstore.updates import Optimizing, Updater
-from dlab.processes.inside import emit, once, servers, transport
+from dlab.processes.inside import transport
 from dlab.transports import Recorder, Transport
-from dlab.transports.meeting import Venue, meet
 from dlab.transports.patience import Patience
 
 AT_ONCE = 1  # the bound of a push that waits for nobody
@@ -41,7 +40,7 @@ class DistStore(KVStore):
     def __init__(self, type: str, timeout: float = 600.0, wire: Transport | None = None) -> None:
         super().__init__(type)
         wire = wire or workers()
-        self._lines = _lines_of(wire)
+        self._lines = lines_of(wire)
         self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
         self._timeout, self._number = timeout, next(self._lines.stores)
         self._wire = wire or transport()
@@ -335,44 +334,6 @@ class DistStore(KVStore):
             ends = (self.rank, self.num_workers + shelf.part.server)
             self._wire.label(f"{phase} {key}", self._shelves[key].index(shelf))
             self._wire.note(*(ends if to_server else ends[::-1]), nbytes, start)
-
-
-def watch_servers(wire: Transport) -> None:
-    """From now on the death of a server ends every wait for other workers and servers, so that all learn of it."""
-    lines = _lines_of(wire)
-    for peers in (wire.peers, lines.peers):
-        if peers is not None:
-            peers.others = lambda: "which has no use any more: a server has died" if lines.broken else None
-
-
-def reconnect(rank: int, workers: int) -> Transport:
-    """After a server was lost: wait for a new one, with all workers; gives a wire between them, for a new store."""
-    lines = once(_way_to_servers)
-    crew = lines.crew()
-
-    def where() -> Venue | None:
-        nonlocal crew
-        crew = lines.crew()
-        return None if crew is None else (f"with the servers {crew}", list(range(workers)))
-
-    wire, _ = meet(where, rank)
-    assert crew is not None
-    lines.meet_servers(crew)
-    return Recorder(wire, emit)
-
-
-def _lines_of(wire: Transport | None) -> Lines:
-    return wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
-
-
-def _way_to_servers() -> Lines:
-    here = servers()
-    if here is None:
-        raise RuntimeError(
-            "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
-            "in a function that its workers run; under torchrun, call that by dlab.kvstore.run(function, servers=1)"
-        )
-    return lines(here)
 
 
 def _flat(target: torch.Tensor) -> torch.Tensor:

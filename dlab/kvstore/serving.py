@@ -18,7 +18,7 @@ from dlab.kvstore.lines import Lines
 from dlab.kvstore.server import Server
 from dlab.processes.board import Desk
 from dlab.processes.errors import Stopped
-from dlab.processes.inside import Servers, servers, transport
+from dlab.processes.inside import Servers, once, servers, transport
 from dlab.transports import Group, TorchTransport, Transport, share_memory
 
 T = TypeVar("T")
@@ -78,6 +78,21 @@ def run(function: Callable[..., T], *args: Any, servers: int = 1, **kwargs: Any)
 def workers() -> Workers | None:
     """The wire to the workers and their lines, inside `run`."""
     return _workers
+
+
+def lines_of(wire: Transport | None) -> Lines:
+    """The way to the servers, of workers with this wire, or of a worker of a cluster."""
+    return wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
+
+
+def _way_to_servers() -> Lines:
+    here = servers()
+    if here is None:
+        raise RuntimeError(
+            "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
+            "in a function that its workers run; under torchrun, call that by dlab.kvstore.run(function, servers=1)"
+        )
+    return lines(here)
 
 
 def share_out(wire: Transport, servers: int, work: Callable[[Workers], T], given: Sequence[Any] = ()) -> T | None:

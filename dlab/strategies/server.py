@@ -14,8 +14,9 @@ from torch import nn
 
 from dlab.collectives import all_gather
 from dlab.kvstore.codes import compression as make_compression
-from dlab.kvstore.distributed import AT_ONCE, DistStore, reconnect, watch_servers
+from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.locked import LockedStore
+from dlab.kvstore.replacing import reconnect, watch_servers
 from dlab.kvstore.server import ROUND
 from dlab.kvstore.updates import recipe
 from dlab.models import Stretches
