@@ -368,48 +368,37 @@ SCRIPT = """
     import torch, torch.distributed as dist
     import dlab.backend
 
+    def total():
+        tensor = torch.full((1000,), float(rank))
+        dist.all_reduce(tensor)
+        return f"{tensor[0].item():g}"
+
+    rank = int(os.environ["RANK"])
     dist.init_process_group("dlab")
-    total = torch.full((1000,), float(dist.get_rank()))
-    dist.all_reduce(total)
-    print(f"total {total[0].item():g}", flush=True)
-    if sys.argv[1:] == ["die"] and dist.get_rank() == 1:
+    print(f"total {total()}", flush=True)  # in one piece
+    dist.destroy_process_group()
+
+    dist.init_process_group("dlab", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+    print(f"again {total()}", flush=True)
+    if rank == 1:
         os._exit(0)  # torchrun would end all others if it were anything else, perhaps before they can tell
-    if sys.argv[1:] == ["die"]:
-        try:
-            dist.all_reduce(total)
-        except ConnectionError as error:
-            print(f"told: {error}", flush=True)
-    else:
-        dist.destroy_process_group()
+    try:
+        total()
+    except ConnectionError as error:
+        print(f"told: {error}", flush=True)
 """
 
 
-def _torchrun(tmp_path, *args):
+@pytest.mark.slow
+def test_it_runs_under_torchrun_and_outside_a_cluster_too_a_dead_rank_is_noticed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        *args,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-@pytest.mark.slow
-def test_it_runs_under_torchrun(tmp_path):
-    done = _torchrun(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(script), str(tmp_path / "store")], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("total 1") == 2
-
-
-@pytest.mark.slow
-def test_outside_a_cluster_too_a_dead_rank_is_noticed(tmp_path):
-    done = _torchrun(tmp_path, "die")
+    assert done.stdout.count("total 1") == done.stdout.count("again 1") == 2
     assert "told: rank 0 has waited for rank 1 in an all-reduce, whose process" in done.stdout, done
 
 

@@ -1,5 +1,7 @@
 """The `dlab` command: quick to answer, one line when something is wrong, and a server that leaves nothing behind."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kernels import alive
 
 import dlab
 from dlab import cli
@@ -117,22 +120,23 @@ def test_demo_gets_what_was_named_and_nothing_else(monkeypatch):
     assert calls == [{}, {"workers": 2, "steps": 7}]
 
 
-def test_demo_trains_in_the_terminal():
-    answer = dlab_command("demo", "--workers", "2", "--steps", "5")
+def test_the_demo_shows_a_progress_line_per_rank_and_what_came_out():
+    answer = dlab_command("demo", "--workers", "2", "--steps", "3")
     assert answer.returncode == 0, answer.stderr
     for rank in range(2):
-        assert re.search(rf"\b(rank|worker) {rank}\b", answer.stdout + answer.stderr)
+        assert re.search(rf"rank {rank} .*3/3", answer.stdout)
+    assert "test accuracy" in answer.stdout and "equal to the last bit: True" in answer.stdout
 
 
-def test_data_says_what_is_here():
-    answer = dlab_command("data")
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.count("sha256 ok") == 4
+def test_data_says_what_is_here(capsys):
+    assert cli.main(["data"]) == 0
+    assert capsys.readouterr().out.count("sha256 ok") == 4
 
 
-def test_data_that_is_missing_is_named_with_the_command_that_brings_it(tmp_path):
-    answer = dlab_command("data", env={**os.environ, "DLAB_DATA": str(tmp_path)})
-    assert answer.stdout.count("missing: get it with `dlab data --download`") == 4
+def test_data_that_is_missing_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DLAB_DATA", str(tmp_path))
+    cli.main(["data"])
+    assert capsys.readouterr().out.count("missing: get it with `dlab data --download`") == 4
 
 
 def test_data_downloads_to_the_named_folder(tmp_path, monkeypatch, capsys):
@@ -157,16 +161,16 @@ def test_data_to_alone_downloads_nothing(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- lab
 
 
-@pytest.fixture
-def lab(tmp_path):
-    """Starts `dlab lab` in a session of its own, with an empty home; afterwards nothing of it may be alive."""
-    started = []
+class Lab:
+    """`dlab lab` in a session of its own, with an empty home; who asks for its address waits until it answers."""
 
-    def start(*arguments: str) -> tuple[subprocess.Popen, str, str]:
-        named = {name: str(tmp_path / name) for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        named = {name: str(folder / name) for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
         hidden = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER", "JUPYTER_TOKEN", "JUPYTER_PORT")
         environment = {name: value for name, value in os.environ.items() if name not in hidden} | named
-        server = subprocess.Popen(
+        environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        self.process = subprocess.Popen(
             [sys.executable, "-m", "dlab", "lab", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -176,34 +180,47 @@ def lab(tmp_path):
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
         )
-        started.append(server)
+
+    @functools.cached_property
+    def _address(self) -> re.Match:
         lines = []
-        for line in server.stdout:
+        for line in self.process.stdout:
             lines.append(line)
             if found := ADDRESS.match(line):
-                return server, found[1], found[3]
-        pytest.fail("the server printed no address:\n" + "".join(lines))
+                return found
+        return pytest.fail("the server printed no address:\n" + "".join(lines))
 
-    yield start
-    for server in started:
-        server.kill()
-        server.wait()
-        server.stdout.close()
+    @property
+    def url(self) -> str:
+        return self._address[1]
+
+    @property
+    def token(self) -> str:
+        return self._address[3]
+
+    def request(self, path: str, token: str | None = None, data: bytes | None = None) -> str:
+        """What the server answers; not by way of a proxy, for the server is on this machine."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        headers = {"Authorization": f"token {token or self.token}"}
+        with opener.open(urllib.request.Request(self.url + path, data=data, headers=headers), timeout=30) as answer:
+            return answer.read().decode()
+
+    def start_kernel(self) -> psutil.Process:
+        """Have the server start a Python kernel, and find it among the server's children."""
+        self.request("api/kernels", data=b'{"name": "python3"}')
+        (kernel,) = filter(is_kernel, psutil.Process(self.process.pid).children())
+        return kernel
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
 
 
-def request(url: str, token: str, data: bytes | None = None) -> str:
-    """What the server answers; not by way of a proxy, for the server is on this machine."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    headers = {"Authorization": f"token {token}"}
-    with opener.open(urllib.request.Request(url, data=data, headers=headers), timeout=30) as answer:
-        return answer.read().decode()
-
-
-def start_kernel(server: subprocess.Popen, url: str, token: str) -> psutil.Process:
-    """Have the server start a Python kernel, and find it among the server's children."""
-    request(f"{url}api/kernels", token, data=b'{"name": "python3"}')
-    (kernel,) = (p for p in psutil.Process(server.pid).children() if "ipykernel_launcher" in p.cmdline())
-    return kernel
+def is_kernel(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        return "ipykernel_launcher" in process.cmdline()
+    return False
 
 
 def free_port() -> int:
@@ -212,24 +229,62 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "kill", "hang-up"])
-def test_lab_serves_the_tour_and_leaves_nothing_behind(lab, tmp_path, number):
-    port = free_port()
-    server, url, token = lab("--no-open", "--port", str(port))
-    assert url == f"http://localhost:{port}/"
+@pytest.fixture(scope="module")
+def start_lab(tmp_path_factory):
+    """Starts `dlab lab`; afterwards nothing of it may be alive."""
+    started = []
 
-    tour = json.loads(request(f"{url}api/contents/00_tour.ipynb", token))
+    def start(*arguments: str) -> Lab:
+        folder = tmp_path_factory.mktemp("lab")
+        browser = folder / "bin" / "w3m"
+        browser.parent.mkdir()
+        browser.write_text(f"#!/bin/sh\ntouch {folder}/opened\n")
+        browser.chmod(0o755)
+        started.append(Lab(folder, *arguments))
+        return started[-1]
+
+    yield start
+    for lab in started:
+        lab.close()
+
+
+ENDS = {"Ctrl-C": signal.SIGINT, "kill": signal.SIGTERM, "hang-up": signal.SIGHUP}
+
+
+@pytest.fixture(scope="module")
+def labs(start_lab):
+    """One that stays, started by the shortest command line, and one for each end, on a port of its own.
+
+    They start at the same time, for each needs seconds.
+    """
+    ports = {name: free_port() for name in ENDS}
+    return {"stays": (start_lab(), None)} | {
+        name: (start_lab("--no-open", "--port", str(port)), port) for name, port in ports.items()
+    }
+
+
+@pytest.fixture
+def lab(labs):
+    return labs["stays"][0]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_lab_serves_the_tour_and_leaves_nothing_behind(labs, end):
+    lab, port = labs[end]
+    assert lab.url == f"http://localhost:{port}/"
+
+    tour = json.loads(lab.request("api/contents/00_tour.ipynb"))
     assert tour["type"] == "notebook"
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        request(f"{url}api/contents", token="wrong")
+        lab.request("api/contents", token="wrong")
 
-    start_kernel(server, url, token)
-    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    os.kill(server.pid, number)
-    assert server.wait(timeout=20) == 0
-    _, alive = psutil.wait_procs(family, timeout=2)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    left = {path.name for path in (tmp_path / "JUPYTER_RUNTIME_DIR").iterdir()}
+    lab.start_kernel()
+    family = [psutil.Process(lab.process.pid), *psutil.Process(lab.process.pid).children(recursive=True)]
+    os.kill(lab.process.pid, ENDS[end])
+    assert lab.process.wait(timeout=20) == 0
+    psutil.wait_procs(family, timeout=2)
+    assert not alive(family)
+    left = {path.name for path in (lab.folder / "JUPYTER_RUNTIME_DIR").iterdir()}
     assert left <= {"jupyter_cookie_secret"}  # kept for the next server, so that browsers stay logged in
 
 
@@ -249,38 +304,29 @@ def test_lab_outlives_the_terminal_under_nohup():
 
 
 def test_lab_is_not_covered_by_a_question_about_news(lab):
-    _, url, token = lab("--no-open")
-    page = request(f"{url}lab/tree/00_tour.ipynb", token)
+    page = lab.request("lab/tree/00_tour.ipynb")
     settings = re.search(r'<script id="jupyter-config-data"[^>]*>(.*?)</script>', page, re.DOTALL)
     disabled = json.loads(settings[1])["disabledExtensions"]
     assert "@jupyterlab/apputils-extension:announcements" in disabled
 
 
-def test_lab_without_a_port_takes_a_free_one(lab):
-    _, first, token = lab("--no-open")
-    _, second, other = lab("--no-open")
-    assert first != second
-    assert token != other
-    for url, key in ((first, token), (second, other)):
-        assert "started" in json.loads(request(f"{url}api/status", key))
+def test_lab_without_a_port_takes_a_free_one(lab, start_lab):
+    assert "started" in json.loads(lab.request("api/status"))  # so that it has its port before the other one looks
+    other = start_lab("--no-open")
+    assert other.url != lab.url
+    assert other.token != lab.token
+    assert "started" in json.loads(other.request("api/status"))
 
 
-def test_lab_opens_no_text_browser_where_there_is_no_display(lab, tmp_path, monkeypatch):
-    browser = tmp_path / "bin" / "w3m"
-    browser.parent.mkdir()
-    browser.write_text(f"#!/bin/sh\ntouch {tmp_path}/opened\n")
-    browser.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{browser.parent}{os.pathsep}{os.environ['PATH']}")
-    _, url, token = lab()  # --no-open was not said
-    request(f"{url}lab", token)
-    assert not (tmp_path / "opened").exists()
+def test_lab_opens_no_text_browser_where_there_is_no_display(lab):
+    lab.request("lab")  # --no-open was not said
+    assert not (lab.folder / "opened").exists()
 
 
 def test_lab_keeps_its_token_from_kernels_and_process_lists(lab):
-    server, url, token = lab("--no-open")
-    kernel = start_kernel(server, url, token)
-    assert token not in " ".join(psutil.Process(server.pid).cmdline())
-    assert token not in kernel.environ().values()
+    kernel = lab.start_kernel()
+    assert lab.token not in " ".join(psutil.Process(lab.process.pid).cmdline())
+    assert lab.token not in kernel.environ().values()
 
 
 def test_lab_says_that_a_named_port_is_taken():

@@ -73,7 +73,7 @@ def test_the_backend_is_really_the_one_asked_for(suite):
 
 
 @pytest.mark.slow
-def test_a_hung_test_fails_and_its_ranks_are_killed():
+def test_ranks_go_when_their_test_hangs_and_when_the_process_that_forked_them_is_killed():
     with Suite(seconds=2) as suite:
         process = psutil.Process(suite.pid)
         outcome = suite.run("gloo", "test_barrier_timeout_group")  # waits for 5 s
@@ -81,11 +81,6 @@ def test_a_hung_test_fails_and_its_ranks_are_killed():
         assert "timed out" in outcome.why
         assert process.children() == []
 
-
-@pytest.mark.slow
-def test_ranks_go_when_the_process_that_forked_them_is_killed():
-    with Suite() as suite:
-        process = psutil.Process(suite.pid)
         waiting = threading.Thread(target=pytest.raises, args=(RuntimeError, suite.run, "gloo", "test_barrier_group"))
         waiting.start()
         ranks = eventually(lambda: len(process.children()) == 4 and process.children())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import dlab
 from dlab.data import partition_dataset
-from dlab.demo import accuracy, average_gradients, check_one_message, main, train
+from dlab.demo import accuracy, average_gradients, check_one_message, train
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,9 @@ def test_accuracy_is_the_share_of_test_images_it_gets_right():
     with torch.no_grad():
         for start in range(0, 10_000, 500):
             images, labels = test[start : start + 500]
-            right += sum(int(scores.argmax() == label) for scores, label in zip(model(images), labels, strict=True))
+            right += sum(
+                row.index(max(row)) == label for row, label in zip(model(images).tolist(), labels.tolist(), strict=True)
+            )
     assert accuracy(model) == pytest.approx(right / 10_000)
 
 
@@ -94,10 +96,3 @@ def test_the_exercise_accepts_the_solution_of_the_tour(cluster):
 def test_the_exercise_says_what_is_missing(cluster, attempt, hint):
     answer = check_one_message(attempt, cluster)
     assert answer.startswith("not yet: ") and hint in answer
-
-
-def test_the_demo_shows_a_progress_line_per_rank_and_what_came_out(capsys):
-    main(workers=2, steps=3)
-    shown = capsys.readouterr().out
-    assert re.search(r"rank 0 .*3/3", shown) and re.search(r"rank 1 .*3/3", shown)
-    assert "test accuracy" in shown and "equal to the last bit: True" in shown

@@ -1,11 +1,13 @@
 """`dlab run`: any script as several ranks, their output by rank, and all of them end together, however it ends."""
 
+import fcntl
 import os
 import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from pathlib import Path
@@ -250,7 +252,8 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
 
 
 def test_a_rank_that_left_early_is_mentioned(folder):
-    answer = run_lines(RANK, "if rank < 2: sys.exit()", "time.sleep(2); sys.exit(1)")
+    wait = "while open('logs/scheduler.log').read().count('ended') < 2: time.sleep(0.01)"
+    answer = run_lines(RANK, "if rank < 2: sys.exit()", wait, "sys.exit(1)")
     assert answer.stderr.startswith(
         "dlab: rank 2 ended with exit code 1 (ranks 0 and 1 had ended before with exit code 0); "
     )
@@ -265,7 +268,9 @@ def test_who_does_not_end_is_killed(folder):
         "print('ready')\n"
         "if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "if rank == 1: os.close(1), os.close(2)\n"
-        "if rank == 3: time.sleep(2); sys.exit(5)\n"
+        "if rank == 3:\n"
+        "    while not all(os.path.getsize(f'logs/worker_{other}.log') for other in range(3)): time.sleep(0.01)\n"
+        "    sys.exit(5)\n"
         f"{WAIT}\n"
     )
     hurry = (
@@ -352,9 +357,20 @@ def test_when_nobody_reads_any_more_all_end(start):
     assert "nobody reads the output any more" in journal()
 
 
+def is_full(pipe: int) -> bool:
+    """Nothing more has come for a while, though somebody writes all the time."""
+
+    def waiting() -> int:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    before = waiting()
+    time.sleep(0.2)
+    return waiting() == before > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) / 2
+
+
 def test_a_reader_that_sleeps_does_not_stop_anybody_from_ending_it(start):
     launcher = start("while True: print('x' * 1000)")
-    time.sleep(2)  # by now the pipe is full
+    eventually(lambda: is_full(launcher.stdout.fileno()))
     os.kill(launcher.pid, signal.SIGTERM)
     assert launcher.wait(timeout=20) == 143
     assert not alive(pids())

@@ -18,7 +18,8 @@ import dlab
 from dlab.processes import forkserver
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
-INJECTIONS = int(os.environ.get("DLAB_CHAOS", "60"))
+INJECTIONS = int(os.environ.get("DLAB_CHAOS", "40"))
+SEED = 6653  # its first 40 meet more pairs of how, what, whom and when than those of 20,000 others
 RANKS = 3
 TIMEOUT = 0.4
 MOMENTS = ("at the start", "instead of a collective", "at the end")
@@ -98,7 +99,7 @@ def outside(cluster, what, victim, moment):
 @pytest.mark.timeout(30 + 3 * INJECTIONS)
 def test_whatever_happens_the_right_rank_is_named_and_the_next_run_works_and_nothing_is_left():
     dlab.Cluster(1).close()  # the fork server stays until this process ends
-    chance = random.Random(1234)
+    chance = random.Random(SEED)
     files, handles, processes = set(forkserver.directory().iterdir()), open_handles(), psutil.Process().children()
     slowest = {}
     with dlab.Cluster(RANKS) as cluster:

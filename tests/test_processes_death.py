@@ -83,52 +83,82 @@ def test_a_kernel_killed_with_its_whole_process_group_leaves_nothing(tmp_path):
 # ------------------------------------------------------------------------------------- scripts
 
 
-def run_script(tmp_path: Path, text: str, end: signal.Signals | None = None) -> subprocess.CompletedProcess:
-    """Run a script as `python script.py`; afterwards nothing of it is left."""
-    script, home = tmp_path / "script.py", tmp_path / "tmp"
-    script.write_text(textwrap.dedent(text))
-    home.mkdir()
-    environment = {**os.environ, "TMPDIR": str(home), "PYTHONPATH": PATH}
-    process = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    family = []
-    if end is not None:
-        assert process.stdout.readline() == "ready\n"
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3
-        process.send_signal(end)
-    out, err = process.communicate(timeout=60)
-    family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
-    expect_nothing_left(family, home, "a script")
-    assert os.listdir(home) == []
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+class Script:
+    """A script that runs as `python script.py`."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        script, self._home = folder / "script.py", folder / "tmp"
+        script.write_text(textwrap.dedent(text))
+        self._home.mkdir()
+        environment = {**os.environ, "TMPDIR": str(self._home), "PYTHONPATH": PATH}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def finish(self, end: signal.Signals | None = None) -> subprocess.CompletedProcess:
+        """Wait for its end, or end it as soon as it is ready; afterwards nothing of it is left."""
+        process, family = self._process, []
+        if end is not None:
+            assert process.stdout.readline() == "ready\n"
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 3
+            process.send_signal(end)
+        out, err = process.communicate(timeout=60)
+        family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
+        expect_nothing_left(family, self._home, "a script")
+        assert os.listdir(self._home) == []
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
-def test_a_script_without_a_main_guard_works_and_nothing_forks_it(tmp_path):
-    done = run_script(
-        tmp_path,
-        """
-        import os
-        forks = []
-        os.register_at_fork(before=lambda: forks.append(1))
-        import dlab, torch, tqdm
-        import torch.distributed as dist
+@pytest.fixture(scope="module")
+def start_together(tmp_path_factory):
+    """Starts several scripts at once, because most of their time each of them imports torch, twice, on one core."""
+    started = []
 
-        print("loaded")
-        scale = 10
+    def start(texts: dict[str, str]) -> dict[str, Script]:
+        scripts = {name: Script(tmp_path_factory.mktemp("script"), text) for name, text in texts.items()}
+        started.extend(scripts.values())
+        return scripts
 
-        def work(x):
-            for _ in tqdm.tqdm(range(3), disable=dlab.rank() > 0):
-                dist.all_reduce(x)
-            return scale * x.sum().item()
+    yield start
+    for script in started:
+        script.close()
 
-        with dlab.Cluster(2) as cluster:
-            print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
-            print(cluster.run(work, torch.ones(50_000)))
-        print("forks", len(forks))
-        """,
-    )
+
+@pytest.fixture(scope="module")
+def ending(start_together):
+    """Scripts that end by themselves."""
+    return start_together({"no guard": NO_GUARD, "not closed": NOT_CLOSED, "failing": FAILING})
+
+
+NO_GUARD = """
+    import os
+    forks = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    import dlab, torch, tqdm
+    import torch.distributed as dist
+
+    print("loaded")
+    scale = 10
+
+    def work(x):
+        for _ in tqdm.tqdm(range(3), disable=dlab.rank() > 0):
+            dist.all_reduce(x)
+        return scale * x.sum().item()
+
+    with dlab.Cluster(2) as cluster:
+        print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+        print(cluster.run(work, torch.ones(50_000)))
+    print("forks", len(forks))
+"""
+
+
+def test_a_script_without_a_main_guard_works_and_nothing_forks_it(ending):
+    done = ending["no guard"].finish()
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert lines[0] == "loaded"
@@ -139,49 +169,54 @@ def test_a_script_without_a_main_guard_works_and_nothing_forks_it(tmp_path):
     assert sum("100%|" in line for line in done.stderr.splitlines()) == 1
 
 
-def test_a_script_that_never_closes_its_cluster_ends_by_itself(tmp_path):
-    done = run_script(
-        tmp_path,
-        """
-        import dlab, time
-        cluster = dlab.Cluster(2)
-        print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
-        run = cluster.start(lambda: time.sleep(1000))
-        """,
-    )
+NOT_CLOSED = """
+    import dlab, time
+    cluster = dlab.Cluster(2)
+    print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+    run = cluster.start(lambda: time.sleep(1000))
+"""
+
+
+def test_a_script_that_never_closes_its_cluster_ends_by_itself(ending):
+    done = ending["not closed"].finish()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_script_that_fails_shows_the_workers_traceback_and_exits_with_1(tmp_path):
-    done = run_script(
-        tmp_path,
-        """
-        import dlab
+FAILING = """
+    import dlab
 
-        def work():
-            return 1 / dlab.rank()  # rank 0 fails
+    def work():
+        return 1 / dlab.rank()  # rank 0 fails
 
-        cluster = dlab.Cluster(2)
-        print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
-        cluster.run(work)
-        """,
-    )
+    cluster = dlab.Cluster(2)
+    print(*(f"pid {pid}" for pid in cluster.pids), sep="\\n")
+    cluster.run(work)
+"""
+
+
+def test_a_script_that_fails_shows_the_workers_traceback_and_exits_with_1(ending):
+    done = ending["failing"].finish()
     assert done.returncode == 1
     assert "WorkerError: rank 0 failed: ZeroDivisionError: division by zero" in done.stderr
     assert "return 1 / dlab.rank()  # rank 0 fails" in done.stderr
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda end: end.name)
-def test_a_script_that_is_killed_leaves_nothing(tmp_path, end):
-    done = run_script(
-        tmp_path,
-        """
-        import dlab, trouble
-        cluster = dlab.Cluster(2)
-        run = cluster.start(trouble.swallow_exceptions)
-        print("ready", flush=True)
-        run.wait()
-        """,
-        end,
-    )
-    assert done.returncode == -end
+ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+ENDLESS = """
+    import dlab, trouble
+    cluster = dlab.Cluster(2)
+    run = cluster.start(trouble.swallow_exceptions)
+    print("ready", flush=True)
+    run.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def endless(start_together):
+    """A script for each end."""
+    return start_together({end.name: ENDLESS for end in ENDS})
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
+def test_a_script_that_is_killed_leaves_nothing(endless, end):
+    assert endless[end.name].finish(end).returncode == -end

@@ -48,9 +48,20 @@ def test_a_synchronous_run_stops_and_names_the_rank(cluster, strategy):
     assert cluster.run(dlab.rank) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("order", ["shards", "global"])
-@pytest.mark.parametrize("strategy", [dlab.SyncSGD(), dlab.AllReduceSGD(bucket_mb=0.0005)])
-@pytest.mark.parametrize("victims", [(2,), (0,), (0, 3)])
+SYNC, ALL_REDUCE = dlab.SyncSGD(), dlab.AllReduceSGD(bucket_mb=0.0005)
+
+
+@pytest.mark.parametrize(  # each victim with each strategy and with each order, and each of these with each other
+    ("victims", "strategy", "order"),
+    [
+        ((2,), SYNC, "shards"),
+        ((2,), ALL_REDUCE, "global"),
+        ((0,), SYNC, "global"),
+        ((0,), ALL_REDUCE, "shards"),
+        ((0, 3), SYNC, "shards"),
+        ((0, 3), ALL_REDUCE, "global"),
+    ],
+)
 def test_elastic_goes_on_with_the_remaining_ranks(cluster, capfd, strategy, order, victims):
     run = start(cluster, strategy, elastic=True, order=order)
     for number, victim in enumerate(victims):

@@ -127,7 +127,7 @@ def test_no_widget_and_no_thread_is_left(cluster, monkeypatch):
 
     monkeypatch.setattr(panels, "DisplayHandle", _Handle)
     before = len(_instances)
-    for _ in range(10):
+    for _ in range(4):
         run = cluster.start(train, average_gradients, 3)
         thread = panels.show_live(run)
         run.wait()

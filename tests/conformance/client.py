@@ -34,7 +34,7 @@ class Outcome:
 
 
 class Suite:
-    """PyTorch's distributed tests in a process of their own; it takes 5 s to be there, and a test about half a second.
+    """PyTorch's distributed tests in a process of their own; it takes 5 s to be there, and most tests 0.2 s.
 
     A test that takes longer than `seconds` has failed, and its ranks are killed.
 
