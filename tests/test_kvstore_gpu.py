@@ -35,9 +35,15 @@ def test_values_come_from_and_go_to_gpus(cluster, type):
     assert cluster.run(_push_and_pull, type, "2bit", timeout=120) == [("cuda", [1.0])] * 2
 
 
-@pytest.mark.parametrize("compression", [None, "2bit"])
-def test_a_model_on_gpus_learns_from_servers_on_the_cpu(cluster, compression):
-    strategy = dlab.ParameterServer("sync", compression=compression)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dlab.ParameterServer("sync"),
+        dlab.ParameterServer("sync", compression="2bit"),
+        dlab.ParameterServer("async", servers=0),
+    ],
+)
+def test_a_model_on_gpus_learns_from_weights_on_the_cpu(cluster, strategy):
     result = dlab.train(dlab.MLP, strategy=strategy, on=cluster, batch_size=1200, lr=0.1).wait(120)
     assert result.identical
     assert result.accuracy > 0.8

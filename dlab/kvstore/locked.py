@@ -14,6 +14,7 @@ from dlab.kvstore.placement import Key
 from dlab.kvstore.updates import Optimizing, Recipe
 from dlab.processes.board import Front
 from dlab.transports import Transport, share_memory
+from dlab.transports.distributed import for_cpu
 from dlab.transports.locks import Lock
 from dlab.transports.patience import Patience, Peers
 
@@ -34,7 +35,7 @@ class LockedStore:
         self._updater = Optimizing(recipe)
         room = -(-weights.nbytes // _PAGE) * _PAGE
         begin, tensors = Front.ROOM + _PAGE * (1 + wire.size // 64), wire.size + 1 + self._updater.slots
-        memory = share_memory(wire, begin + tensors * room)
+        memory = share_memory(for_cpu(wire), begin + tensors * room)
         if memory is None:
             raise RuntimeError("workers without a server share memory, so they must be on one host: take servers=1")
         self._front, page = Front(memory, wire.size), memory[Front.ROOM : begin]

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from dlab.kvstore.couriers import FarLines
 from dlab.kvstore.lines import Lines
 from dlab.kvstore.server import Server
 from dlab.processes.board import Desk
 from dlab.processes.errors import Stopped
 from dlab.processes.inside import Servers, once, servers, transport
-from dlab.transports import Group, TorchTransport, Transport, share_memory
+from dlab.transports import Group, Transport, share_memory
+from dlab.transports.distributed import for_cpu
 
 T = TypeVar("T")
 
@@ -116,9 +115,7 @@ def share_out(wire: Transport, servers: int, work: Callable[[Workers], T], given
 
 
 def _lay_lines(wire: Transport, workers: int, servers: int) -> Lines:
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        wire = TorchTransport(dist.new_group(backend="gloo"))  # servers are on the CPU
-    memory = share_memory(wire, Desk.size(wire.size))
+    memory = share_memory(for_cpu(wire), Desk.size(wire.size))  # servers are on the CPU
     if memory is None:
         return FarLines(wire.rank, workers, servers)
     return Lines(memory, wire.rank, workers, servers)

@@ -57,3 +57,10 @@ class TorchTransport(Transport):
             if parcel is not None
         ]
         return dist.batch_isend_irecv(operations)
+
+
+def for_cpu(wire: Transport) -> Transport:
+    """A wire between the same ranks that carries tensors on the CPU, which NCCL does not. Every rank must call it."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return TorchTransport(dist.new_group(backend="gloo"))
+    return wire
