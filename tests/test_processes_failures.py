@@ -92,6 +92,20 @@ def test_the_first_to_fail_is_named_not_those_who_lost_the_connection_to_it(clus
         assert error.value.ranks == [2]
 
 
+def test_who_died_is_named_not_those_who_noticed_it_sooner_than_the_notebook(cluster):
+    def miss_each_other():
+        if dist.get_rank() == 0:
+            raise ConnectionError("rank 2 does not answer")
+        time.sleep(0.1)
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10)
+
+    with pytest.raises(dlab.WorkerError, match="rank 2 was killed by signal 9") as error:
+        cluster.run(miss_each_other)
+    assert error.value.ranks == [2]
+
+
 def test_who_lost_a_connection_is_named_when_there_is_nobody_else_to_blame(cluster):
     def fail():
         if dist.get_rank() == 1:

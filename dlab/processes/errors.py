@@ -56,6 +56,8 @@ def _last_line(problem: BaseException) -> str:
 
 def _is_connection(problem: BaseException) -> bool:
     """Did this rank fail only because another one went away?"""
+    if isinstance(problem, ConnectionError):  # as dlab's own transports say it
+        return True
     text = _last_line(problem)
     return isinstance(problem, RuntimeError) and any(
         sign in text for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL")
