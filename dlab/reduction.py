@@ -5,6 +5,7 @@ Taught in `02_allreduce.ipynb`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from dlab.transports import TorchTransport, Transport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
-_state: tuple[object, Fused | None] = (None, None)  # of which process group, and its shared memory if it has any
+_memory: weakref.WeakKeyDictionary[dist.ProcessGroup, Fused | None] = weakref.WeakKeyDictionary()  # None: it has none
 
 
 def average_gradients(
@@ -86,10 +87,9 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def _shared_memory() -> Fused | None:
     """Made once for a process group, by all its ranks together. The backend `dlab` has its own."""
-    global _state
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
-    if _state[0] is not world:
-        _state = (world, Fused.connect(TorchTransport()) if dist.get_backend() == "gloo" else None)
-    return _state[1]
+    if world not in _memory:
+        _memory[world] = Fused.connect(TorchTransport()) if dist.get_backend() == "gloo" else None
+    return _memory[world]

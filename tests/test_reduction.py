@@ -1,6 +1,8 @@
 """dlab.allreduce: through shared memory, in place, equal to the plain computation, with the same bits on every rank."""
 
 import gc
+import sys
+import weakref
 
 import pytest
 import torch
@@ -212,3 +214,19 @@ def _train(flat_in):
 def test_training_with_one_flat_gradient_equals_training_parameter_by_parameter(cluster, flat_in):
     for flat, single in zip(cluster.run(_train, flat_in), cluster.run(_train, None), strict=True):
         torch.testing.assert_close(flat, single)
+
+
+def _use_the_group():
+    import torch.distributed.nn
+
+    sys.left = weakref.ref(dist.group.WORLD)
+    dlab.allreduce(torch.ones(3))
+    dlab.allreduce(torch.ones(3), algorithm="ring")
+    assert torch.distributed.nn.all_reduce(torch.ones(1)) == 3
+
+
+def test_a_group_that_was_left_is_gone_with_its_connections_and_threads(cluster):
+    cluster.run(_use_the_group, timeout=60)
+    with pytest.raises(dlab.WorkerError, match="division"):
+        cluster.run(lambda: 1 / 0, timeout=60)  # all form a new one
+    assert cluster.run(lambda: sys.left() is None, timeout=60) == [True] * 3

@@ -63,6 +63,8 @@ def _train_in_cluster(training: Training, workers: int) -> None:
 
 def _train_as_rank(training: Training) -> None:
     """Every rank trains; the first one tells."""
+    import dlab.processes.compiler  # noqa: F401  (stands in for torch's own, which takes 1.5 s to import)
+
     begun, told = time.monotonic(), 0.0
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():

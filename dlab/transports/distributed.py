@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions hold the process group that they find at import, for ever: let it be none
 
 from dlab.transports.base import Parcel, Transport
 from dlab.transports.checked import compare, header
