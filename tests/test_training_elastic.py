@@ -7,6 +7,7 @@ import torch
 from test_strategies import data_in_float, network_in_float
 
 import dlab
+from dlab.training.checkpoints import open_checkpoint
 
 RANKS = 4
 
@@ -103,6 +104,22 @@ def test_an_asynchronous_run_just_goes_on(cluster, victim):
     assert max(event.data["step"] for event in logs if event.rank == victim) < 59
     assert sum(result.losses[-10:]) < sum(result.losses[:10])
     assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("clock", [None, dlab.VirtualClock(seed=1)], ids=["real time", "virtual time"])
+def test_the_rest_of_an_asynchronous_run_also_saves_and_goes_on_from_there(cluster, tmp_path, clock):
+    run = start(cluster, dlab.AsyncSGD(clock), checkpoint=tmp_path, every=15)
+    wait_for_step(run, 5, rank=1)
+    run.kill(2)
+    whole = run.wait(20)
+    assert whole.identical
+    assert [open_checkpoint(tmp_path / f"step-000000{steps}").ranks for steps in (45, 60)] == [3, 3]
+    with dlab.Cluster(3) as three:
+        for ranks in (three, cluster):
+            run = start(ranks, dlab.AsyncSGD(clock), resume=tmp_path / "step-00000045")
+            assert run.wait(20).identical
+            logs = [event.data for event in run.events if event.kind == "log"]
+            assert sum(told["samples"] for told in logs if told["epoch"] == 11) == 53  # nobody's part is left out
 
 
 def test_a_straggler_holds_up_a_synchronous_run_and_no_asynchronous_one(cluster):

@@ -121,6 +121,11 @@ class Course:
         for epoch, step, number in history:
             self.redeal(epoch, step, number)
 
+    @property
+    def ranks(self) -> int:
+        """How many there are now."""
+        return self._whole.ranks
+
     def redeal(self, epoch: int, step: int, ranks: int) -> None:
         """From this step on there are so many ranks."""
         self.history.append((epoch, step, ranks))

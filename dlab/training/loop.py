@@ -183,7 +183,7 @@ class Trainee:
             torch.set_rng_state(own["random"])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
-        else:
+        if self.course.ranks != self.wire.size:
             self.course.redeal(self.epoch, self.step, self.wire.size)
 
     def go_on_without_the_dead(self) -> None:
