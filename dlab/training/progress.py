@@ -106,10 +106,12 @@ def show_progress(run: Run, steps: int, console: object) -> None:
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:  # type: ignore[arg-type]
         lines = [progress.add_task(f"rank {rank}", total=steps, loss=float("nan")) for rank in range(run.ranks)]
-        done = False
+        done, place = False, 0
         while not done:
             time.sleep(0.1)
             done = run.done
-            latest = {event.rank: event.data for event in run.events if event.kind == "log"}
+            fresh, place = run.since(place)
+            events = (event for records in fresh for event in records.events)
+            latest = {event.rank: event.data for event in events if event.kind == "log"}
             for number, data in latest.items():
                 progress.update(lines[number], completed=data["step"] + 1, loss=data["loss"])
