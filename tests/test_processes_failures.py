@@ -112,9 +112,11 @@ def test_who_lost_a_connection_is_named_when_there_is_nobody_else_to_blame(clust
             raise RuntimeError("gloo: Connection closed by peer")
         trouble.hang_in_c()  # and is killed, but that is not the reason
 
+    run = cluster.start(fail)
     with pytest.raises(dlab.WorkerError, match="rank 1 failed: RuntimeError: gloo: Connection closed by peer") as error:
-        cluster.run(fail)
+        run.wait(60)
     assert error.value.ranks == [1]
+    assert [state.data["state"] for state in run.states if state.rank == 1][-1] == "failed"
 
 
 def test_exceptions_that_cannot_be_pickled_or_printed_are_reported(cluster):

@@ -117,6 +117,7 @@ class Flight:
             return None
         first = min(real.values(), key=lambda report: report.time)
         ranks = sorted(rank for rank, report in real.items() if report.message == first.message)
+        self.run._note([rank for rank in ranks if self.reports[rank].connection], "failed", first.message)
         return errors.failed(ranks, first, self.run.ranks)
 
     def _by_us(self, when: float, exitcode: int | None) -> bool:
