@@ -10,7 +10,7 @@ from typing import Any
 from dlab.events import Event
 from dlab.transports.base import Transport
 from dlab.transports.recorder import Recorder
-from dlab.transports.threads import Aborted, Hall, ThreadTransport
+from dlab.transports.threads import Hall, ThreadTransport
 
 
 class Rehearsal(list[Any]):
@@ -41,12 +41,10 @@ def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
         try:
             results[rank] = fn(Recorder(ThreadTransport(hall, rank), emit))
             hall.leave(rank)
-        except Aborted:
-            pass
         except BaseException as problem:
             if hasattr(problem, "add_note"):  # from Python 3.11 on
                 problem.add_note(f"on rank {rank}")
-            hall.fail(problem)
+            hall.fail(rank, problem)
 
     threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:

@@ -1,6 +1,7 @@
 """Rehearsals: threads for ranks, messages recorded, deadlocks named at once."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -164,3 +165,28 @@ def test_what_cannot_be_sent_gets_a_sentence(call, error, words):
 def test_a_rehearsal_needs_ranks(ranks):
     with pytest.raises(ValueError, match="1 or more"):
         dlab.rehearse(lambda transport: None, ranks=ranks)
+
+
+def test_who_does_not_wait_for_a_failed_rank_goes_on():
+    """So what a rehearsal finds wrong does not depend on which rank is the first."""
+    failed = []
+
+    def fail(transport):
+        try:
+            if transport.rank == 1:
+                time.sleep(0.1)
+                transport.send(torch.ones(1), 2)
+            if transport.rank == 2:
+                transport.recv(torch.empty(1), 1)
+            if transport.rank == 3:
+                transport.recv(torch.empty(1), 4)
+            if transport.rank == 4:
+                transport.recv(torch.empty(1), 0)
+            raise ArithmeticError
+        except ArithmeticError:
+            failed.append(transport.rank)
+            raise
+
+    with pytest.raises(ArithmeticError):
+        dlab.rehearse(fail, 5)
+    assert sorted(failed) == [0, 1, 2]  # 4 has waited for 0, and 3 for 4

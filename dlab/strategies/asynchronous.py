@@ -72,7 +72,7 @@ class AsyncSGD(Strategy):
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         room = len(self._flat) + sum(buffer.numel() for buffer in self._buffers)
-        self._all = wire  # `self.wire` is of those who have settled
+        self._all, self._rank, self._size = wire, wire.rank, wire.size  # `self.wire` is of those who have settled
         self._letter = torch.zeros(room + wire.size + 1, dtype=self._flat.dtype)
         self._outbox: Outbox = open_outbox(wire, len(self._letter), self._letter.dtype, self.room)
         self._writing = set(self._outbox.others)  # who still sends gradients
@@ -86,7 +86,7 @@ class AsyncSGD(Strategy):
     def _start_clock(self, turn: int) -> None:
         self._turn = turn
         if self.clock is not None:
-            self._now, self._mine = 0.0, self.clock.ends(self._all.rank, turn)
+            self._now, self._mine = 0.0, self.clock.ends(self._rank, turn)
             self._ends = merge(*(self.clock.ends(other, turn) for other in self._outbox.others))
             self._next = next(self._ends, _NEVER)
 
@@ -105,7 +105,7 @@ class AsyncSGD(Strategy):
         """Mine at once; then let the others have it."""
         self._letter[: len(self._flat)].copy_(self._flat)
         tell("sent", *self._parameters)
-        self._update(self._all.rank, self._seen)
+        self._update(self._rank, self._seen)
         watch = Stopwatch()
         with watch:
             self._post(GRADIENT)
@@ -118,7 +118,7 @@ class AsyncSGD(Strategy):
         while behind := self._outbox.behind():
             if self.clock is not None or not self._take_in():  # who waits for others goes on reading
                 self._outbox.pause(behind)
-        self._letter[-1 - self._all.size :] = torch.tensor([*self._seen, kind])
+        self._letter[-1 - self._size :] = torch.tensor([*self._seen, kind])
         self._outbox.post(self._letter)
 
     def _take_in(self) -> bool:
@@ -131,7 +131,7 @@ class AsyncSGD(Strategy):
         return found
 
     def _open(self, source: int, letter: torch.Tensor) -> None:
-        *seen, kind = letter[-1 - self._all.size :].long().tolist()
+        *seen, kind = letter[-1 - self._size :].long().tolist()
         if kind == NO_MORE:
             self._writing.remove(source)
             self._settled.add(source)
@@ -175,7 +175,7 @@ class AsyncSGD(Strategy):
                 if not self._take_in():  # what the dead have posted is read first
                     self._writing -= self._outbox.gone
         self.wire = Group(self._all, sorted(self._settled))
-        self._writing, self._settled = self._settled - {self._all.rank}, {self._all.rank}
+        self._writing, self._settled = self._settled - {self._rank}, {self._rank}
         self._start_clock(self._turn + 1)
 
     def state(self) -> dict[str, Any]:
@@ -186,13 +186,13 @@ class AsyncSGD(Strategy):
 
     def restore(self, states: list[dict[str, Any]]) -> None:
         """As it was; among another number of ranks one may have another's model."""
-        state = states[self._all.rank % len(states)]
+        state = states[self._rank % len(states)]
         sizes = [each.numel() for each in self._parameters]
         with torch.no_grad():
             for parameter, part in zip(self._parameters, state["parameters"].split(sizes), strict=True):
                 parameter.copy_(part.view_as(parameter))
         self.optimizer.load_state_dict(state["optimizer"])
-        if len(states) == len(state["updates"]) == self._all.size:
+        if len(states) == len(state["updates"]) == self._size:
             self._updates = list(state["updates"])
         self._start_clock(state["turn"])
 
@@ -202,7 +202,7 @@ class AsyncSGD(Strategy):
         own = torch.cat([each.detach().view(-1).to("cpu", self._flat.dtype) for each in self._content()])
         self._letter[: len(own)] = own
         self._post(MODEL)
-        models = {self._all.rank: own}
+        models = {self._rank: own}
         for source in self._outbox.others:
             letter = self._outbox.wait(source)
             if letter is not None:

@@ -18,7 +18,7 @@ class Deadlock(RuntimeError):
 
 
 class Aborted(BaseException):
-    """Ends the other ranks when one has failed."""
+    """Ends a rank that waits for one that has failed, or for one that waits for it."""
 
 
 @dataclass(eq=False)
@@ -44,6 +44,7 @@ class Hall:
         self._wants: dict[int, int] = {}  # rank: from whom it waits to receive
         self._offers: dict[int, tuple[int, _Letter]] = {}  # rank: to whom it waits to deliver, and what
         self._returned: set[int] = set()
+        self._failed: set[int] = set()
 
     def post(self, letter: _Letter, source: int, destination: int) -> None:
         """Put a letter into the box between two ranks."""
@@ -63,10 +64,14 @@ class Hall:
                 self._check(other)
             self.changed.notify_all()
 
-    def fail(self, problem: BaseException) -> None:
-        """A rank has failed: let the others go. Who has only lost another one tells less than that one."""
+    def fail(self, rank: int, problem: BaseException) -> None:
+        """A rank has failed: let go who waits for it. Who has only lost another one tells less than that one.
+
+        The others go on as far as they can: so it does not depend on who is faster which of them fail as well.
+        """
         with self.changed:
-            if self.broken is None or isinstance(self.broken, ConnectionError):
+            self._failed.add(rank)
+            if not isinstance(problem, Aborted) and (self.broken is None or isinstance(self.broken, ConnectionError)):
                 self.broken = problem
             self.changed.notify_all()
 
@@ -76,15 +81,16 @@ class Hall:
             self._wants[rank] = source
         if letter is not None:
             self._offers[rank] = letter
-        self._check(rank)
-        if self.broken is None:
+        try:
+            self._check(rank)
+            if isinstance(self.broken, Deadlock):
+                raise self.broken
+            if self._failed and self._dead_end(rank, []):
+                raise Aborted
             self.changed.wait()
-        self._wants.pop(rank, None)
-        self._offers.pop(rank, None)
-        if isinstance(self.broken, Deadlock):
-            raise self.broken
-        if self.broken is not None:
-            raise Aborted
+        finally:
+            self._wants.pop(rank, None)
+            self._offers.pop(rank, None)
 
     def _check(self, rank: int) -> None:
         if self.broken is None and (path := self._dead_end(rank, [])):
@@ -92,8 +98,8 @@ class Hall:
             self.changed.notify_all()
 
     def _dead_end(self, rank: int, path: list[Wait]) -> list[Wait] | None:
-        """Follow who waits for whom until a rank comes again or has returned; None if somebody can still go on."""
-        if rank in self._returned:
+        """Follow who waits for whom until a rank comes again or has ended; None if somebody can still go on."""
+        if rank in self._returned or rank in self._failed:
             return path
         for position, (waiting, _, _) in enumerate(path):
             if waiting == rank:
