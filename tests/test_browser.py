@@ -55,6 +55,18 @@ def end_after(left, ended):  # of files: a test says that its page is gone, and 
         time.sleep(0.01)
     open(ended, "w").close()
 """
+RACE = """
+bounded = dlab.Training(
+    model=dlab.TwoLayer, data="mnist", strategy=dlab.ParameterServer("ssp", staleness=2), lr=0.01, epochs=20
+)
+run = dlab.race({"ssp": bounded}, by="time")
+run
+"""
+RACED = """
+def steps_ahead():  # of rank 2: how far the first rank is now
+    done = [sum(event.kind == "log" and event.rank == rank for event in run.events["ssp"]) for rank in range(4)]
+    return max(done) - done[2]
+"""
 WORK, FLOOD = 2, 3  # the cells that follow; behind them are those in which the lesson on all-reduce records a ring
 RING = (
     *("cluster = dlab.cluster(4)", "import naive_allreduce", "def record("),
@@ -175,6 +187,28 @@ def test_a_knob_acts_on_running_processes(small):
     acted = "next((event.time for event in logs(3) if event.data['gain'] != 1.0), None)"
     seconds = eventually(lambda: small.ask(acted)) - pressed
     print(f"a slider acts on a running process after {1000 * seconds:.0f} ms (aimed at: 300 ms)")
+
+
+def test_a_straggler_and_a_bound_on_staleness_in_a_race(server, chromium):
+    name = server.write("race.ipynb", "import dlab", RACED, RACE)
+    with chromium.notebook(name) as notebook:
+        notebook.run_cell(0)
+        notebook.run_cell(1)
+        panel = start(notebook, 2)
+        notebook.choose(panel, "rank 2")
+        notebook.drag(panel, "delay (s)", 0.3)
+        eventually(lambda: notebook.ask("steps_ahead()") == 2)
+        seen = [notebook.ask("steps_ahead()") for _ in range(20)]
+        assert max(seen) <= 3  # the bound, and a step that is told of while rank 2 is still in its own
+        handle = notebook.slider(panel, "staleness")
+        handle.focus()
+        for _ in range(5):
+            handle.press("ArrowRight")
+        eventually(lambda: notebook.ask("steps_ahead()") > 5)
+        notebook.press(panel, "stop")
+        eventually(lambda: notebook.ask("run.done"))
+        assert notebook.failures() == []
+        assert notebook.errors == []
 
 
 def test_pause_freezes_every_rank(small):

@@ -290,6 +290,14 @@ def test_bad_input_gets_a_sentence(given, sentence):
         dlab.ParameterServer(**given)
 
 
+def test_a_bound_that_cannot_be_is_refused_also_while_it_trains(four):
+    run = dlab.train(network_in_float, data_in_float(), dlab.ParameterServer("ssp"), on=four, epochs=500, batch_size=12)
+    wait_for_step(run, 3)
+    run.set("staleness", "many")
+    with pytest.raises(dlab.WorkerError, match="staleness='many': give a whole number of steps, 0 or more, or None"):
+        run.wait(30)
+
+
 def test_a_cluster_without_servers_is_refused(four):
     with pytest.raises(
         ValueError, match=r"this needs 2 servers and the cluster has 1: make it with dlab.Cluster\(4, ser"

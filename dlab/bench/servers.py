@@ -27,7 +27,7 @@ from dlab.bench.spawned import PATIENCE
 
 LR = 0.01
 BATCHES = 8  # of each worker; it takes them in turn
-WARM_UP = 3
+WARM_UP = 20  # steps that do not count: memory is touched, caches fill
 
 
 def rpc_updates(workers: int, batch: int, steps: int) -> float:

@@ -20,7 +20,7 @@ from dlab.models import Stretches
 from dlab.processes.cluster import Cluster
 from dlab.processes.inside import rank, transport
 
-WORKERS, BATCH, STEPS, ROUNDS = 3, 32, 250, 5
+WORKERS, BATCH, STEPS, ROUNDS = 3, 32, 250, 9
 SERVERS = (1, 2, 4)
 RIVALS = ("PyTorch's RPC", "a server by gloo's send and recv")
 

@@ -54,8 +54,6 @@ class ParameterServer(Strategy):
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"there is no mode {mode!r}: use {', '.join(map(repr, MODES))}")
-        if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-            raise ValueError(f"staleness={staleness!r}: give a whole number of steps, 0 or more, or None for any")
         if not isinstance(servers, int) or servers < 0:
             raise ValueError(f"servers={servers!r}: give a whole number, 0 or more")
         if not servers and mode != "async":
@@ -63,7 +61,7 @@ class ParameterServer(Strategy):
         if not servers and compression is not None:
             raise ValueError("servers=0 sends nothing that could be compressed: leave compression out, or use a server")
         make_compression(compression)  # to be told at once
-        self.mode, self.staleness, self.servers, self.compression = mode, staleness, servers, compression
+        self.mode, self.staleness, self.servers, self.compression = mode, _steps(staleness), servers, compression
         self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
@@ -130,8 +128,7 @@ class ParameterServer(Strategy):
     def _bound(self) -> int | None:
         """How many steps this worker may be ahead."""
         if self.mode == "ssp":
-            bound = knob("staleness", self.staleness)
-            return None if bound is None else int(bound)
+            return _steps(knob("staleness", self.staleness))
         return 0 if self.mode == "sync" else None
 
     def reconnect(self) -> Transport:
@@ -179,3 +176,10 @@ class ParameterServer(Strategy):
             parameter.data = parameter.data.clone()
             parameter.grad = None
         super().end()
+
+
+def _steps(staleness: object) -> int | None:
+    """A bound, as it was given, or turned while it trains."""
+    if staleness is not None and not str(staleness).isdecimal():
+        raise ValueError(f"staleness={staleness!r}: give a whole number of steps, 0 or more, or None for any")
+    return None if staleness is None else int(str(staleness))
