@@ -1,6 +1,12 @@
 """What several test files share: clusters and runs; tests for a GPU are skipped where there is none."""
 
+import signal
+
 import pytest
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
