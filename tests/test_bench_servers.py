@@ -10,10 +10,10 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from dlab.bench import servers
-from dlab.bench.servers import Design, Member, Worker, alone, by_gloo, by_rpc, flat
+from dlab.bench.servers import Design, Member, Worker, alone, by_gloo, by_lean_rpc, by_rpc, flat
 
 STEPS, BATCH = 5, 4
-SERVERS = [by_rpc, by_gloo]
+SERVERS = [by_rpc, by_lean_rpc, by_gloo]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_updates_are_counted_from_the_first_begin_to_the_last_end():
     assert servers.Outcome(moments, torch.tensor(0), torch.empty(0), steps=6).per_second == 2 * 6 / 4
 
 
-@pytest.mark.parametrize("updates", ["rpc_updates", "gloo_updates", "alone_updates"])
+@pytest.mark.parametrize("updates", ["rpc_updates", "lean_rpc_updates", "gloo_updates", "alone_updates"])
 def test_what_the_rows_call_gives_a_number(monkeypatch, updates):
     asked = []
 
@@ -108,7 +108,8 @@ def test_what_the_rows_call_gives_a_number(monkeypatch, updates):
 
     monkeypatch.setattr(servers, "run", run)
     assert getattr(servers, updates)(1, 32, 10) == 5
-    assert asked == [{"rpc_updates": by_rpc, "gloo_updates": by_gloo, "alone_updates": alone}[updates], 1, 32, 10]
+    designs = {"rpc_updates": by_rpc, "lean_rpc_updates": by_lean_rpc, "gloo_updates": by_gloo, "alone_updates": alone}
+    assert asked == [designs[updates], 1, 32, 10]
 
 
 @pytest.mark.slow

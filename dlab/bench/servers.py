@@ -1,4 +1,4 @@
-"""Two parameter servers for dlab's to be compared with: one by PyTorch's RPC, one by gloo's send and recv; and none.
+"""Parameter servers for dlab's to be compared with: two by PyTorch's RPC, one by gloo's send and recv; and none.
 
 Every process has one thread. They are asynchronous: whoever brings gradients gets the newest weights at once.
 """
@@ -10,7 +10,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from time import monotonic
 from typing import Any, NamedTuple
@@ -31,8 +31,14 @@ WARM_UP = 20  # steps that do not count: memory is touched, caches fill
 
 
 def rpc_updates(workers: int, batch: int, steps: int) -> float:
-    """Updates per second of all workers together, in the design of PyTorch's tutorials: one RPC for each update."""
+    """Updates per second of all workers together, in the design of PyTorch's tutorial: one RPC for each update, which
+    takes gradients and gives the model."""
     return run(by_rpc, workers, batch, steps).per_second
+
+
+def lean_rpc_updates(workers: int, batch: int, steps: int) -> float:
+    """The same, but what comes back are the weights alone."""
+    return run(by_lean_rpc, workers, batch, steps).per_second
 
 
 def gloo_updates(workers: int, batch: int, steps: int) -> float:
@@ -140,12 +146,15 @@ class Worker:
     """A copy of the model, and batches that look like MNIST's: random, and the same each time."""
 
     def __init__(self, rank: int, batch: int) -> None:
-        self.model = first_model()
-        self.parameters = list(self.model.parameters())
+        self.use(first_model())
         dice = torch.Generator().manual_seed(rank)
         images = torch.rand(BATCHES, batch, 1, 28, 28, generator=dice)
         labels = torch.randint(10, (BATCHES, batch), generator=dice)
         self.batches = cycle(zip(images, labels, strict=True))
+
+    def use(self, model: torch.nn.Module) -> None:
+        """From now on."""
+        self.model, self.parameters = model, list(model.parameters())
 
     def backward(self) -> list[torch.Tensor]:
         """The gradients of the next batch."""
@@ -193,17 +202,14 @@ class Served:
         self.updates = 0
         self.lock = threading.Lock()
 
-    def update_and_fetch(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Make a step, and give the parameters themselves: as in the tutorials nobody copies them.
-
-        They leave after the lock is free, so the next update may already be in some of them.
-        """
+    def update(self, gradients: list[torch.Tensor]) -> None:
+        """Make a step."""
         with self.lock:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
             self.optimizer.step()
+            self.optimizer.zero_grad()
             self.updates += 1
-            return [parameter.detach() for parameter in self.parameters]
 
 
 @cache
@@ -212,12 +218,42 @@ def served() -> Served:
     return Served()
 
 
-def update_and_fetch(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the workers call; it runs in the server."""
-    return served().update_and_fetch(gradients)
+def update_and_fetch_model(gradients: list[torch.Tensor]) -> torch.nn.Module:
+    """What the workers call; it runs in the server. As in the tutorial nobody copies the model.
+
+    It leaves after the lock is free, so the next update may already be in some of its parameters.
+    """
+    served().update(gradients)
+    return served().model
+
+
+def update_and_fetch_weights(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same without what is around them."""
+    served().update(gradients)
+    return [parameter.detach() for parameter in served().parameters]
 
 
 def by_rpc(member: Member) -> None:
+    """A worker goes on with the model that comes back."""
+
+    def step(worker: Worker, server: str) -> None:
+        worker.use(rpc.rpc_sync(server, update_and_fetch_model, (worker.backward(),)))
+
+    _call_server(member, step)
+
+
+def by_lean_rpc(member: Member) -> None:
+    """A worker puts the weights that come back into the model that it has."""
+
+    def step(worker: Worker, server: str) -> None:
+        weights = rpc.rpc_sync(server, update_and_fetch_weights, (worker.backward(),))
+        for parameter, weight in zip(worker.parameters, weights, strict=True):
+            parameter.data = weight
+
+    _call_server(member, step)
+
+
+def _call_server(member: Member, step: Callable[[Worker, str], None]) -> None:
     """The tensors go as they are, with no copy made by us at either end.
 
     Of TensorPipe's ways on one machine this is the one that costs least: its shared memory polls, which takes the
@@ -232,14 +268,7 @@ def by_rpc(member: Member) -> None:
     warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc is, and it is torch that complains
     rpc.init_rpc(str(member.rank), rank=member.rank, world_size=plan.workers + 1, rpc_backend_options=options)
     if not member.serves:
-        worker = Worker(member.rank, plan.batch)
-
-        def step() -> None:
-            weights = rpc.rpc_sync(str(plan.workers), update_and_fetch, (worker.backward(),))
-            for parameter, weight in zip(worker.parameters, weights, strict=True):
-                parameter.data = weight
-
-        member.measure(step)
+        member.measure(partial(step, Worker(member.rank, plan.batch), str(plan.workers)))
     rpc.shutdown()  # waits for all
     if member.serves:
         member.conclude(served().updates, flat(served().model))
