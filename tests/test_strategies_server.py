@@ -244,10 +244,9 @@ def test_so_it_does_where_nobody_waits(tmp_path, mode):
     assert len(result.losses) == 150
 
 
-def test_a_slow_worker_slows_down_nobody_else_in_async_mode(four):
-    run = dlab.train(
-        network_in_float, data_in_float(), dlab.ParameterServer("async"), on=four, epochs=40, batch_size=12
-    )
+@pytest.mark.parametrize("strategy", [dlab.ParameterServer("async"), dlab.ParameterServer("ssp", staleness=None)])
+def test_without_a_bound_a_slow_worker_slows_down_nobody_else(four, strategy):
+    run = dlab.train(network_in_float, data_in_float(), strategy, on=four, epochs=40, batch_size=12)
     run.delay(0, 0.1)
     wait_for_step(run, 5)
     assert max(_leads(run, slow=0)) > 20
@@ -290,11 +289,14 @@ def test_bad_input_gets_a_sentence(given, sentence):
         dlab.ParameterServer(**given)
 
 
-def test_a_bound_that_cannot_be_is_refused_also_while_it_trains(four):
+@pytest.mark.parametrize("bound", ["many", -1])
+def test_a_bound_that_cannot_be_is_refused_also_while_it_trains(four, bound):
     run = dlab.train(network_in_float, data_in_float(), dlab.ParameterServer("ssp"), on=four, epochs=500, batch_size=12)
     wait_for_step(run, 3)
-    run.set("staleness", "many")
-    with pytest.raises(dlab.WorkerError, match="staleness='many': give a whole number of steps, 0 or more, or None"):
+    run.set("staleness", bound)
+    with pytest.raises(
+        dlab.WorkerError, match=f"staleness={bound!r}: give a whole number of steps, 0 or more, or None"
+    ):
         run.wait(30)
 
 
