@@ -145,3 +145,9 @@ assert "torchvision" in sys.modules
 def test_it_says_what_it_is(digits):
     assert repr(digits) == "MNIST(train=True): 60000 images of 28x28, 10 classes"
     assert dlab.mnist is mnist and isinstance(digits, MNIST)
+
+
+@pytest.mark.parametrize("train", ["test", "train", 0, None])
+def test_which_images_is_said_by_true_or_false(train):
+    with pytest.raises(TypeError, match=r"say mnist\(train=True\) for training images, mnist\(train=False\) for test"):
+        dlab.mnist(train)

@@ -99,11 +99,53 @@ def test_a_cluster_inside_a_worker_is_refused_and_does_not_hang(cluster):
     assert cluster.run(dlab.rank) == [0, 1, 2, 3]
 
 
+def test_a_function_that_uses_the_cluster_is_not_sent_to_it(cluster):
+    with pytest.raises(RuntimeError, match="outside the function that runs on every rank") as error:
+        cluster.run(lambda: cluster.run(dlab.rank))
+    assert is_one_sentence(str(error.value))
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
+def test_a_knob_that_is_turned_before_any_rank_has_asked_for_it_is_kept(cluster):
+    def late():
+        time.sleep(0.3)
+        return dlab.knob("lr", 0.1)
+
+    run = cluster.start(late)
+    run.set("lr", 0.5)
+    assert run.wait(30) == [0.5] * 4
+
+
+def test_a_knob_that_nobody_asks_for_gets_a_note_and_one_that_is_asked_for_none(cluster, capfd):
+    run = cluster.start(steps)
+    while "text" not in run.declared:
+        time.sleep(0.005)
+    assert run.declared == {"enough": None, "lr": 0.1, "text": ""}
+    run.set("rate", 1)
+    note = "no rank of steps has asked for a knob 'rate' so far, only for 'enough', 'lr', 'text': the value is kept"
+    assert note in capfd.readouterr().err
+    run.set("enough", True)
+    assert run.wait(30) == ["done"] * 4
+    assert capfd.readouterr().err == ""
+
+
+def test_many_workers_on_few_cores_get_a_word_of_warning(monkeypatch, capfd):
+    monkeypatch.setattr("dlab.processes.cluster.MANY", 0)
+    with dlab.Cluster(2) as two:
+        assert two.run(dlab.rank) == [0, 1]
+    assert "2 workers share" in capfd.readouterr().err
+    monkeypatch.undo()
+    with dlab.Cluster(2):
+        assert "share" not in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------- runs
 
 
 def steps():
     while not dlab.knob("enough"):
+        dlab.knob("lr", 0.1)
+        dlab.knob("text", "")
         time.sleep(0.005)
     return "done"
 

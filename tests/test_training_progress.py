@@ -93,3 +93,16 @@ def test_bad_input_gets_a_sentence(arguments, words, capsys):
     complaint = capsys.readouterr().err
     assert words in complaint
     assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--lr", "-1"], "dlab: lr=-1.0: give a learning rate that is a number, 0 or more, such as 0.01"),
+        (["--lr", "nan"], "dlab: lr=nan: give a learning rate that is a number, 0 or more, such as 0.01"),
+        (["--momentum", "1"], "dlab: momentum=1.0: give a number from 0 to less than 1, such as 0.9"),
+    ],
+)
+def test_a_rate_that_makes_no_sense_gets_one_line(capsys, arguments, sentence):
+    assert cli.main(["train", *arguments]) == 1
+    assert capsys.readouterr().err.strip() == sentence

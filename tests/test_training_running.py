@@ -1,15 +1,22 @@
 """`dlab.train` from the notebook's side: what it gives, what can be turned while it trains, what it refuses."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 from test_strategies import BATCH, data, data_in_float, network, network_in_float
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dlab
 
 RANKS = 3
+
+
+class Wide(nn.Sequential):
+    def __init__(self, classes, width):
+        super().__init__(nn.Linear(4, width), nn.Linear(width, classes))
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +26,8 @@ def cluster():
 
 
 def start(cluster, strategy=None, **given):
-    given = {"batch_size": BATCH, "lr": 0.1, "test": data_in_float()} | given
-    return dlab.train(network_in_float, data_in_float(), strategy, on=cluster, **given)
+    given = {"model": network_in_float, "batch_size": BATCH, "lr": 0.1, "test": data_in_float()} | given
+    return dlab.train(data=data_in_float(), strategy=strategy, on=cluster, **given)
 
 
 def until(condition):
@@ -119,6 +126,25 @@ def test_a_strategy_says_what_it_is():
         ({"accumulate": 0}, "accumulate=0: give a whole number"),
         ({"data": "cifar"}, "no data set 'cifar': use 'mnist'"),
         ({"test": "cifar"}, "no data set 'cifar': use 'mnist'"),
+        ({"lr": -0.1}, "lr=-0.1: give a learning rate that is a number, 0 or more"),
+        ({"lr": float("nan")}, "lr=nan: give a learning rate"),
+        ({"lr": float("inf")}, "lr=inf: give a learning rate"),
+        ({"lr": "0.1"}, "lr='0.1': give a learning rate"),
+        ({"momentum": 1.0}, "momentum=1.0: give a number from 0 to less than 1"),
+        ({"momentum": 5}, "momentum=5: give a number"),
+        ({"momentum": -0.5}, "momentum=-0.5: give a number"),
+        ({"model": Wide}, r"Wide cannot be made without classes and width: .* model=lambda: Wide\(10, …\)"),
+        ({"data": ["a word", "another"]}, r"data\[0\] has text in it, 'a word': make numbers of it"),
+        ({"data": [("a word", 1)]}, r"data\[0\] has text in it, 'a word': make numbers of it"),
+        ({"data": torch.zeros(20, 3)}, r"data\[0\] is a tensor of shape \(3,\) without a label: a sample is a pair"),
+        ({"data": TensorDataset(torch.zeros(20, 3))}, r"data\[0\] is a tensor of shape \(3,\) without a label"),
+        ({"data": [{"x": 1.0, "y": 0}] * 20}, r"data\[0\] is a dict without a label: a sample is a pair"),
+        ({"data": [(1.0, 0, 3)] * 20}, r"data\[0\] has 3 parts: a sample is a pair, \(input, label\)"),
+        ({"data": DataLoader(data_in_float())}, "data is a DataLoader: give its dataset"),
+        ({"data": iter([(1.0, 0)])}, "data is a list_iterator: give a Dataset with a length"),
+        ({"data": None}, "data is a NoneType: give a Dataset"),
+        ({"data": []}, "data is empty: give at least one sample"),
+        ({"test": torch.zeros(20, 3)}, r"test\[0\] is a tensor of shape"),
     ],
 )
 def test_bad_input_gets_a_sentence_before_any_worker_starts(given, words):
@@ -136,11 +162,30 @@ def test_bad_input_gets_a_sentence_before_any_worker_starts(given, words):
             {"strategy": dlab.AllReduceSGD(sharded_update=True), "optimizer": torch.optim.LBFGS},
             "LBFGS looks at a whole",
         ),
+        ({"model": lambda: nn.Flatten()}, "Flatten has no parameters to train: make its layers in __init__"),
+        ({"model": lambda: nn.Linear}, "which is no torch.nn.Module: let it return the network"),
     ],
 )
 def test_bad_input_that_only_workers_can_see(cluster, given, words):
-    with pytest.raises(dlab.WorkerError, match=words):
+    with pytest.raises(dlab.WorkerError, match=words) as error:
         start(cluster, **given).wait(60)
+    assert "dlab/" not in str(error.value), "what the user did wrong is not in dlab's own lines"
+
+
+def test_a_model_that_can_be_made_without_arguments_is_taken(cluster):
+    class Sized(nn.Sequential):
+        def __init__(self, *layers, width=2, **_):
+            super().__init__(nn.Linear(4, width))
+
+    for model in (Sized, lambda: Sized(width=3), partial(Sized, width=3)):
+        dlab.Training(model=model, data=data_in_float())
+
+
+def test_a_rate_that_makes_no_sense_is_refused_in_the_same_words_while_it_trains(cluster):
+    run = start(cluster, epochs=2000)
+    run.set("lr", -1.0)
+    with pytest.raises(dlab.WorkerError, match=r"lr=-1.0: give a learning rate that is a number, 0 or more"):
+        run.wait(60)
 
 
 @pytest.mark.parametrize(

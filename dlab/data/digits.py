@@ -40,6 +40,10 @@ def mnist(train: bool = True, as_torchvision: bool = False) -> MNIST | Samples:
     >>> image.shape, label
     (torch.Size([1, 28, 28]), 3)
     """
+    if not isinstance(train, bool):
+        raise TypeError(
+            f"mnist({train!r}): say mnist(train=True) for training images, mnist(train=False) for test images"
+        )
     return _torchvision_mnist(train) if as_torchvision else MNIST(train)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -17,8 +18,19 @@ from dlab.processes.run import Run
 from dlab.processes.supervisor import Supervisor
 from dlab.processes.worker import TASK, Place
 
+MANY = 8  # workers to a core, of which more get a word of warning
 _numbers = count(1)
 _shared: dict[tuple[int, int], Cluster] = {}  # by workers and servers
+
+
+class InsideWorker(RuntimeError):
+    """A cluster was asked for something by one of its own workers, or by a function on its way there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a worker cannot have workers of its own: make the cluster, and call its run and start, in the notebook or "
+            "script, outside the function that runs on every rank"
+        )
 
 
 class Cluster:
@@ -44,7 +56,7 @@ class Cluster:
         servers: int = 0,
     ) -> None:
         if inside.is_worker():
-            raise RuntimeError("a worker cannot have workers of its own: make the cluster in the notebook or script")
+            raise InsideWorker
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"a cluster of {workers!r} workers is not possible: give a whole number, 1 or more")
         if not isinstance(servers, int) or servers < 0:
@@ -52,6 +64,12 @@ class Cluster:
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads={threads!r} per worker is not possible: give a whole number, 1 or more")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if workers > MANY * cores:
+            print(
+                f"dlab: {workers} workers share {cores} core{'s' * (cores > 1)}: they take turns, so expect each to be "
+                f"about {workers // cores} times slower, and to take 50 MB or more of memory",
+                file=sys.stderr,
+            )
         self.workers, self.servers = workers, servers
         self.backend, plugin = _choose_backend(backend, workers)
         threads = threads or max(1, cores // workers)
@@ -94,6 +112,8 @@ class Cluster:
         return run
 
     def _new_run(self, fn: Callable[..., Any]) -> Run:
+        if inside.is_worker():
+            raise InsideWorker
         if not callable(fn):
             raise TypeError(f"cluster.run and cluster.start take a function first, not {fn!r}: write run(fn, …)")
         if (servers := getattr(fn, "servers", 0)) > self.servers:
@@ -110,6 +130,8 @@ class Cluster:
 
         try:
             message = make()
+        except InsideWorker:
+            raise
         except Exception as problem:
             raise TypeError(
                 f"{run.name} or its arguments cannot be sent to the workers ({problem}): "
@@ -131,6 +153,9 @@ class Cluster:
     def close(self) -> None:
         """End the workers. Nothing of them stays."""
         self._close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise InsideWorker  # a function that uses it was to be sent to a worker
 
     def __enter__(self) -> Cluster:
         return self

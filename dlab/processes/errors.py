@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_DLAB = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 
 
@@ -33,8 +34,10 @@ class Report:
         chain: list[tuple[list[tuple[str, int, str]], str]] = []
         link: BaseException | None = problem
         while link is not None and len(chain) < 5:
-            stack = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(link.__traceback__)]
-            chain.append(([frame for frame in stack if not frame[0].startswith(_OURS)], _last_line(link)))
+            stack = traceback.extract_tb(link.__traceback__)
+            hidden = _DLAB if is_refusal(stack) else _OURS
+            seen = [(at.filename, at.lineno or 0, at.name) for at in stack if not at.filename.startswith(hidden)]
+            chain.append((seen, _last_line(link)))
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
         return cls(moment, type(problem).__name__, _last_line(problem), chain, _is_connection(problem))
 
@@ -42,9 +45,15 @@ class Report:
         """The worker's traceback, with the lines of the cell's code."""
         texts = []
         for frames, last in reversed(self.chain):
-            summary = [traceback.FrameSummary(*frame) for frame in frames]  # reads the line from the parent's cache
-            texts.append("".join(["Traceback (most recent call last):\n", *traceback.format_list(summary), last]))
+            if frames:
+                summary = [traceback.FrameSummary(*frame) for frame in frames]  # reads the line from the parent's cache
+                texts.append("".join(["Traceback (most recent call last):\n", *traceback.format_list(summary), last]))
         return "\n\nthen, while that was handled:\n\n".join(texts)
+
+
+def is_refusal(stack: traceback.StackSummary) -> bool:
+    """Did dlab itself raise this, with a sentence for the user? Then its own frames would tell the user nothing."""
+    return bool(stack) and stack[-1].filename.startswith(_DLAB) and (stack[-1].line or "").startswith("raise ")
 
 
 def _last_line(problem: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dlab.processes.cluster import Cluster
 
 STILL = 20.0  # seconds that a last picture may take
+DECLARE = 0.5  # seconds in which ranks that have asked for one knob may ask for another before its name is doubted
 
 
 class Run:
@@ -44,6 +46,8 @@ class Run:
         self._error: WorkerError | None = None
         self._stopped = False
         self._journal = Journal()
+        self._declared: dict[str, Any] = {}  # knobs, as far as the journal has been searched for them
+        self._searched = 0
         self.pictures: list[threading.Thread] = []  # those who draw it, and leave a still when it has ended
         self.states: list[Event] = []  # what became of each rank, as the supervisor saw it: events of kind `state`
 
@@ -152,10 +156,37 @@ class Run:
         self._supervisor.delay(self, rank, seconds)
 
     def set(self, name: str, value: Any) -> None:
-        """Turn a knob: `dlab.knob(name, default)` in the workers gives this value from now on."""
+        """Turn a knob: `dlab.knob(name, default)` in the workers gives this value from now on.
+
+        A name that no rank asks for, while they do ask for others, gets a note; the value is kept all the same.
+        """
         if not isinstance(name, str):
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
         self._supervisor.set_knobs(self, {**self.knobs, name: value})
+        self._note_unknown_knob(name)
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """The knobs that the ranks have asked for so far, with their defaults."""
+        records, self._searched = self.since(self._searched)
+        for each in records:
+            if b"knob" in each.written:  # else there is no need to read it
+                told = [data for (_, _, kind), data in each.read().items() if kind == "knob"]
+                self._declared.update({data["name"]: data["default"] for data in told})
+        return dict(self._declared)
+
+    def _note_unknown_knob(self, name: str) -> None:
+        """Say so when the ranks ask for other knobs only: a slip of the pen, or a knob that is asked for later."""
+        give_up = time.monotonic() + DECLARE
+        while (known := self.declared) and name not in known and not self.done:
+            if time.monotonic() > give_up:
+                print(
+                    f"no rank of {self.name} has asked for a knob {name!r} so far, only for "
+                    f"{', '.join(map(repr, sorted(known)))}: the value is kept in case dlab.knob({name!r}) asks for it",
+                    file=sys.stderr,
+                )
+                return
+            time.sleep(0.02)
 
     def _check(self, rank: int, ranks: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < ranks:

@@ -20,6 +20,7 @@ from dlab.data.dealing import Course
 from dlab.processes.inside import knob
 from dlab.processes.watching import watch
 from dlab.training.checkpoints import Checkpoint, checkpoint_after, open_checkpoint, save_checkpoint
+from dlab.training.checks import check_network, check_rate
 from dlab.training.elastic import meet_again, newest, stand_together
 from dlab.training.evaluation import evaluate
 from dlab.training.plan import Share, Training
@@ -54,7 +55,7 @@ class Trainee:
             stand_together(wire)
         with _making:
             torch.manual_seed(self.plan.seed)
-            self.model = self.plan.model().to(self.device)
+            self.model = check_network(self.plan.model()).to(self.device)
             torch.manual_seed(self.plan.seed + 1 + wire.rank)  # what is random in training differs from rank to rank
         if self.plan.watch:  # before the strategy, which may change a gradient as soon as it is there
             watch(self.model, self.plan.watch)
@@ -129,6 +130,8 @@ class Trainee:
     def turn_knobs(self) -> None:
         """The learning rate may be changed while it trains; groups with rates of their own keep their proportions."""
         rate = knob("lr", self.rates[0])
+        if rate != self.rates[0]:
+            check_rate(rate)
         for group, own in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = own * (rate / self.rates[0]) if self.rates[0] else rate
 

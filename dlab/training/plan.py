@@ -17,6 +17,7 @@ from dlab.kvstore.serving import share_out
 from dlab.processes.inside import device, log, servers, transport
 from dlab.strategies import Strategy, SyncSGD
 from dlab.training.checkpoints import open_checkpoint
+from dlab.training.checks import check_model, check_momentum, check_rate, check_samples
 from dlab.training.evaluation import Evaluation
 from dlab.transports import Transport
 
@@ -66,11 +67,9 @@ class Training:
     elastic: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, nn.Module) or not callable(self.model):
-            raise TypeError(
-                f"model is {type(self.model).__name__!r}: give a function or class that makes the network, as in "
-                "train(dlab.SimpleCNN, …), so that every worker can make its own"
-            )
+        check_model(self.model)
+        check_rate(self.lr)
+        check_momentum(self.momentum)
         if not isinstance(self.strategy, Strategy):
             raise TypeError(f"strategy is {self.strategy!r}: give a strategy, such as dlab.SyncSGD()")
         for name in ("epochs", "batch_size", "accumulate"):
@@ -88,10 +87,11 @@ class Training:
             )
         if self.resume is not None:
             open_checkpoint(self.resume)  # to be told at once
-        if isinstance(self.data, str) and self.data != "mnist":
-            raise ValueError(f"there is no data set {self.data!r}: use 'mnist', or give a Dataset")
-        if isinstance(self.test, str) and self.test != "mnist":
-            raise ValueError(f"there is no data set {self.test!r}: use 'mnist', or give a Dataset")
+        for name, data in (("data", self.data), ("test", self.test)):
+            if isinstance(data, str) and data != "mnist":
+                raise ValueError(f"there is no data set {data!r}: use 'mnist', or give a Dataset")
+            if not isinstance(data, str) and not (name == "test" and (data is None or isinstance(data, bool))):
+                check_samples(data, name)
 
     def __call__(self, wire: Transport | None = None, tell: Callable[..., None] | None = None) -> Share | None:
         """What a rank does. Without a wire: over the one of this worker, and telling the notebook.
