@@ -53,7 +53,16 @@ def test_every_message_is_recorded_once_by_its_sender():
     assert (event.kind, event.rank) == ("message", 0)
     start, end = event.data.pop("start"), event.data.pop("end")
     assert start <= end <= event.time
-    assert event.data == {"source": 0, "destination": 2, "bytes": 24, "phase": "hello", "step": 7, "round": 0}
+    content = {"count": 3, "low": 1.0, "high": 1.0}
+    assert event.data == {
+        "source": 0,
+        "destination": 2,
+        "bytes": 24,
+        "phase": "hello",
+        "step": 7,
+        "round": 0,
+        **content,
+    }
 
 
 def test_barrier_lets_nobody_pass_before_all_have_come():

@@ -3,7 +3,9 @@
 import json
 import re
 import sys
+from collections import Counter
 from html import unescape
+from itertools import pairwise
 
 import cloudpickle
 import numpy as np
@@ -81,9 +83,9 @@ def test_steps_are_in_the_order_of_the_run_however_the_threads_took_turns(algori
 
 def test_the_picture_of_a_step_names_its_phase_and_its_bytes():
     (axes,) = record("ring", 4).figure(1).axes
-    assert axes.get_title() == "reduce-scatter, step 2 of 3"
+    assert axes.get_title() == "reduce-scatter 1"
     words = [text.get_text() for text in axes.texts]
-    assert sorted(words) == ["0", "1", "2", "24 B", "24 B", "24 B", "24 B", "3"]
+    assert sorted(words) == ["0", "1", "2", "3", *(f"chunk {chunk}\n24 B" for chunk in range(4))]
     (axes,) = record("ring", 7, elements=7 * 512).figure(0).axes  # too many to be read at every arrow
     assert [text.get_text() for text in axes.texts][-1] == "2 KiB each"
 
@@ -119,8 +121,8 @@ def test_a_still_has_alt_text_a_picture_and_text_for_the_terminal():
     bundle = record("tree", 4, elements=16).bundle()
     assert set(bundle) == {"text/html", "image/png", "text/plain"}
     (alt,) = re.findall(r'alt="([^"]+)"', bundle["text/html"])
-    assert alt.startswith("Ranks 0 to 3 on a circle, an arrow per message. Reduce, step 1 of 2: 1→0 3→2, 64 B each. ")
-    assert "Broadcast, step 1 of 2: 0→2, 64 B. " in alt and "6 messages in 4 steps" in alt
+    assert alt.startswith("Ranks 0 to 3 on a circle, an arrow per message. Reduce 0: 1→0 3→2, 64 B each. ")
+    assert "Broadcast 0: 0→2, 64 B. " in alt and "6 messages in 4 steps" in alt
 
 
 def test_no_messages_are_said_and_drawn_without_an_error():
@@ -146,7 +148,7 @@ def test_messages_without_labels_are_told_apart_when_they_repeat():
 def test_a_long_run_is_cut_and_says_so():
     view = record("ring", 4, times=10)
     assert len(view.steps) == 60
-    assert view.figure(7).axes[0].get_title() == "round 2, reduce-scatter, step 2 of 3"
+    assert view.figure(7).axes[0].get_title() == "round 2, reduce-scatter 1"
     figure = view.figure()
     assert len(figure.axes) == 24 and figure.get_suptitle() == "the first 24 of 60 steps"
     assert str(view).splitlines()[24:] == ["… 36 more steps", "240 messages in 60 steps, each rank sends 1.4 KiB"]
@@ -197,6 +199,74 @@ def test_no_text_is_cut_off_however_long_it_is(ranks):
                 assert axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
 
 
+# ------------------------------------------------------------------------------------- what is in a message
+
+
+def contents(view):
+    """By step: (source, chunk, of how many, values) of each message that the browser gets."""
+    data = view.data()
+    found = {}
+    for step, (begin, end) in zip(view.steps, pairwise(data["begin"]), strict=True):
+        columns = [data[name][begin:end].tolist() for name in ("source", "chunk", "chunks", "low", "high")]
+        found[step] = list(zip(*columns, strict=True))
+    return found
+
+
+def test_a_message_of_a_ring_tells_its_chunk_and_the_range_of_its_values():
+    def work(transport):
+        tensor = torch.arange(10.0).mul(10.0**transport.rank)  # chunks of 4, 3 and 3 numbers
+        collectives.ring_allreduce(tensor, transport)
+
+    told = contents(Messages(dlab.rehearse(work, ranks=3).messages))
+    # rank r begins with chunk r - 1; what it has got from the left is in what it passes on
+    assert told["reduce-scatter", 0] == [(0, 2, 3, 7.0, 9.0), (1, 0, 3, 0.0, 30.0), (2, 1, 3, 400.0, 600.0)]
+    assert told["reduce-scatter", 1] == [(0, 1, 3, 404.0, 606.0), (1, 2, 3, 77.0, 99.0), (2, 0, 3, 0.0, 330.0)]
+    assert told["all-gather", 0] == [(0, 0, 3, 0.0, 333.0), (1, 1, 3, 444.0, 666.0), (2, 2, 3, 777.0, 999.0)]
+
+
+def test_halves_and_quarters_are_told_apart_and_whole_tensors_are_no_chunks():
+    told = contents(record("halving_doubling", 4))
+    assert [(chunk, of) for _, chunk, of, *_ in told["halve", 0]] == [(1, 2), (1, 2), (0, 2), (0, 2)]
+    assert [(chunk, of) for _, chunk, of, *_ in told["halve", 1]] == [(1, 4), (0, 4), (3, 4), (2, 4)]
+    assert {(chunk, of) for _, chunk, of, *_ in contents(record("naive", 4))["exchange", 0]} == {(-1, 0)}
+
+
+def test_a_part_that_is_no_chunk_tells_where_it_begins():
+    def work(transport):
+        row = torch.arange(9.0)
+        transport.exchange(row[2:7], 1 - transport.rank, torch.empty(5), 1 - transport.rank)
+
+    data = Messages(dlab.rehearse(work, ranks=2).messages).data()
+    assert [data[name].tolist() for name in ("chunk", "first", "numbers", "of")] == [[-1, -1], [2, 2], [5, 5], [9, 9]]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0), torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.complex64), torch.ones(1 << 20)],
+    ids=["empty", "bool", "complex", "long"],
+)
+def test_where_no_range_can_be_told_none_is(tensor):
+    def work(transport):
+        transport.exchange(tensor.clone(), 1 - transport.rank, torch.empty_like(tensor), 1 - transport.rank)
+
+    view = Messages(dlab.rehearse(work, ranks=2).messages)
+    assert np.isnan(view.data()["low"]).all() and view.data()["numbers"].tolist() == 2 * [tensor.numel()]
+
+
+def test_gradients_of_asynchronous_sgd_are_messages_too():
+    images, labels = dlab.mnist()[:60]
+    data = torch.utils.data.TensorDataset(images, labels)
+    plan = dlab.Training(model=dlab.TwoLayer, data=data, strategy=dlab.AsyncSGD(), batch_size=12)
+    view = Messages(dlab.rehearse(plan, ranks=3).messages)
+    assert sum(phase == "gradient" for phase, _ in view.steps) == 5
+    gradients = [event.data for event in dlab.rehearse(plan, ranks=3).messages if event.data["phase"] == "gradient"]
+    sent = Counter((message["source"], message["destination"]) for message in gradients)
+    assert sent == {(source, other): 5 for source in range(3) for other in range(3) if other != source}
+    assert {message["bytes"] for message in gradients} == {4 * (79_510 + 3 + 1)}, (
+        "weights, who has seen what, and a kind"
+    )
+
+
 # ------------------------------------------------------------------------------------- servers
 
 
@@ -222,7 +292,7 @@ def test_servers_have_their_names_wherever_one_reads(served):
     assert push == "push w 0   0 → server 0, 1 → server 0   400 B each"
     assert sorted(re.findall(r"server 0 → \d", pull)) == ["server 0 → 0", "server 0 → 1"]
     assert totals == "4 messages in 2 steps, each rank sends 400 B, server 0 sends 800 B"
-    assert view.alt.startswith("Ranks 0 to 1 and server 0 on a circle, an arrow per message. Push w, step 1 of 1: 0 → ")
+    assert view.alt.startswith("Ranks 0 to 1 and server 0 on a circle, an arrow per message. Push w 0: 0 → ")
 
     for axes in view.figure().axes:
         assert [text.get_text() for text in axes.texts][:3] == ["0", "1", "server\n0"]
@@ -299,10 +369,7 @@ def test_the_browser_gets_every_message_of_a_short_run(algorithm, ranks):
 
 def test_titles_and_colours_go_by_phase():
     steps = record("ring", 3, times=2).data()["steps"]
-    assert [step["title"] for step in steps][3:5] == [
-        "round 1, all-gather, step 2 of 2",
-        "round 2, reduce-scatter, step 1 of 2",
-    ]
+    assert [step["title"] for step in steps][3:5] == ["round 1, all-gather 1", "round 2, reduce-scatter 0"]
     assert [step["colour"] for step in steps] == 2 * [0, 0, 1, 1]
     assert [step["round"] for step in steps] == 4 * [0] + 4 * [1]
 
@@ -332,8 +399,8 @@ def test_of_a_long_run_the_browser_gets_the_last_steps_and_the_totals(ranks, pha
     assert data["count"] == view.messages // ranks
     assert len(data["steps"]) == _SENT if ranks == 4 else 1 < len(data["steps"]) < _SENT
     assert len(data["source"]) == ranks * len(data["steps"]) <= _MOST
-    steps = ranks - 1 if phase else data["count"]
-    assert data["steps"][-1]["title"].endswith(f"step {steps} of {steps}")
+    last = f", {phase} {ranks - 2}" if phase else f"step {data['count']} of {data['count']}"
+    assert data["steps"][-1]["title"].endswith(last)
     assert sum(data["bytes_per_rank"]) == data["links"]["bytes"].sum() == 8 * view.messages
     assert data["end"].max() == len(data["steps"]) - 0.5, "seconds since the first message that is sent along"
     text, buffers = sent(view)
@@ -351,7 +418,7 @@ def test_a_live_picture_shows_the_last_step_of_which_all_have_told():
 def test_a_page_is_one_file_that_needs_no_network(tmp_path):
     record("ring", 4).save_html(tmp_path / "ring.html")
     page = (tmp_path / "ring.html").read_text(encoding="utf-8")
-    assert "views.messages" in page and "reduce-scatter, step 1 of 3" in page
+    assert "views.messages" in page and "reduce-scatter 0" in page
     assert not re.search(r"https?://", page)
     assert [file.name for file in tmp_path.iterdir()] == ["ring.html"]
 
@@ -360,4 +427,4 @@ def test_in_a_notebook_the_replay_stands_behind_the_still():
     still, replay = record("ring", 4).bundle()["text/html"].split("<iframe")
     assert '<img alt="Ranks 0 to 3 on a circle' in still
     (page,) = re.findall(r'srcdoc="([^"]*)"', replay)
-    assert "views.messages" in page and "all-gather, step 3 of 3" in page
+    assert "views.messages" in page and "all-gather 2" in page

@@ -7,6 +7,7 @@ on since. How far is its staleness. Taught in `04_async_sgd.ipynb`.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from typing import Any
@@ -45,6 +46,7 @@ class VirtualClock:
 
 
 GRADIENT, NO_MORE, MODEL = range(3)  # kinds of letters
+_PHASES = ("gradient", "no more gradients", "model")  # what a recorder calls them
 
 
 class AsyncSGD(Strategy):
@@ -119,7 +121,12 @@ class AsyncSGD(Strategy):
             if self.clock is not None or not self._take_in():  # who waits for others goes on reading
                 self._outbox.pause(behind)
         self._letter[-1 - self._size :] = torch.tensor([*self._seen, kind])
+        start = time.time()
         self._outbox.post(self._letter)
+        self._all.label(_PHASES[kind], 0)
+        for other in self._outbox.others:
+            if other not in self._outbox.gone:
+                self._all.note(self._rank, other, self._letter.nbytes, start)
 
     def _take_in(self) -> bool:
         """Apply whatever is there; was there anything?"""

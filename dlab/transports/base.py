@@ -59,6 +59,9 @@ class Transport(ABC):
     def label(self, phase: str, step: int) -> None:  # noqa: B027  (most transports have no use for it)
         """Say which part of an algorithm the next messages belong to; of interest to a recorder only."""
 
+    def note(self, source: int, destination: int, nbytes: int, start: float) -> None:  # noqa: B027  (the same)
+        """Tell of a message that has gone by another way than this transport, since `start` of `time.time`."""
+
     def check(self, tensor: torch.Tensor, peer: int) -> None:
         """Refuse what cannot be sent, with a sentence."""
         if not isinstance(peer, int) or not 0 <= peer < self.size:
@@ -90,6 +93,10 @@ class Group(Transport):
     def label(self, phase: str, step: int) -> None:
         """Passed on."""
         self._transport.label(phase, step)
+
+    def note(self, source: int, destination: int, nbytes: int, start: float) -> None:
+        """Passed on, with the members' own ranks."""
+        self._transport.note(self._members[source], self._members[destination], nbytes, start)
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -18,11 +18,11 @@ from matplotlib.path import Path
 
 from dlab.events import Event
 from dlab.views.columns import Arrivals
-from dlab.views.steps import Step, Steps, Titled
+from dlab.views.steps import Step, Steps, Titled, find_chunks
 from dlab.views.still import COLOURS, View
 
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
-_SENT, _MOST = 200, 4000  # steps, and messages, that go to the browser: the last ones
+_SENT, _MOST = 200, 3000  # steps, and messages, that go to the browser: the last ones
 _COLUMNS = 4  # pictures side by side in a strip
 _ABOVE, _BELOW = 0.35, 0.5  # inches for the lines above and below them
 _NODE, _RIM = 0.19, 0.22  # radius of a rank, and where its arrows begin and end; that of the circle is 1
@@ -132,8 +132,9 @@ class Messages(View):
         room = np.cumsum([len(titled.step) for titled in reversed(shown)]) <= _MOST
         shown = shown[-max(1, room.sum()) :]
         tables = [titled.step.table for titled in shown]
-        rows = np.concatenate([np.empty((0, 5)), *tables])
-        times = (rows[:, 3:] - rows[:, 3].min(initial=np.inf)).astype(np.float32)
+        rows = np.concatenate([np.empty((0, 10)), *tables])
+        times = (rows[:, 3:5] - rows[:, 3].min(initial=np.inf)).astype(np.float32)
+        chunks = find_chunks(rows, len(self.bytes_per_rank)).astype(np.int32)
         links = np.array([(*link, count) for link, count in self._links.items()], dtype=np.float64).reshape(-1, 3)
         complete = (place for place in reversed(range(len(shown))) if self._steps.is_complete(shown[place]))
         return {
@@ -152,6 +153,13 @@ class Messages(View):
             "bytes": rows[:, 2].copy(),
             "start": times[:, 0].copy(),  # seconds since the first of these messages
             "end": times[:, 1].copy(),
+            "chunk": chunks[:, 0].copy(),  # which, of how many; -1: it is none
+            "chunks": chunks[:, 1].copy(),
+            # which numbers of how many; -1: not known
+            **dict(
+                zip(("first", "numbers", "of"), np.nan_to_num(rows[:, 5:8].T, nan=-1).astype(np.int32), strict=True)
+            ),
+            **dict(zip(("low", "high"), rows[:, 8:].T.astype(np.float32), strict=True)),
             "complete": next(complete, 0),  # the last step of which every rank has told
             "formula": self.cost and {name: getattr(self.cost, name) for name in _COUNTED},
         }
@@ -208,7 +216,7 @@ class Messages(View):
         if self.empty:
             return "no messages were recorded"
         shown = [titled.step for titled in self._steps.first(_SHOWN)]
-        names = [f"{step.phase} {step.number}".strip() for step in shown]
+        names = [step.name for step in shown]
         width = max(map(len, names))
         lines = [f"{name:<{width}}   {self._words(step, '   ')}" for name, step in zip(names, shown, strict=True)]
         more = [f"… {len(self._steps) - _SHOWN} more steps"] if len(self._steps) > _SHOWN else []
@@ -251,17 +259,28 @@ def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
     if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
         return [(0, -1.38, f"{_size(messages[0]['bytes'])} each")]
     labels = []
-    for message in messages:
-        source, destination, words = message["source"], message["destination"], _size(message["bytes"])
+    for message, chunk in zip(messages, _chunk_names(step, ranks), strict=True):
+        source, destination, words = message["source"], message["destination"], chunk + _size(message["bytes"])
         bend = _bend(destination - source, ranks)
-        labels.append((*_beside(places[source], places[destination], bend, len(words)), words))
+        labels.append((*_beside(places[source], places[destination], bend, words), words))
     return labels
+
+
+def _chunk_names(step: Step, ranks: int) -> list[str]:
+    """For each message a line `chunk 2`, `chunk 0/2` where there are not as many as ranks, or nothing."""
+    found = find_chunks(step.table, ranks).tolist()
+    return [f"chunk {chunk}" + f"/{of}" * (of != ranks) + "\n" if of else "" for chunk, of in found]
+
+
+def _width(words: str) -> int:
+    """Of the longest line, in letters."""
+    return max(map(len, words.split("\n")))
 
 
 def _reach(shown: list[Titled], ranks: int) -> float:
     """How far pictures must reach to the sides, so that no text is cut off. A letter takes 1/38 of the width."""
     labels = [label for titled in shown for label in _labels(titled.step, ranks)]
-    return max([1.45, *(abs(x) / (1 - len(words) / 38) for x, _, words in labels)])
+    return max([1.45, *(abs(x) / (1 - _width(words) / 38) for x, _, words in labels)])
 
 
 def _node(name: str, place: tuple[float, float], colour: str) -> Patch:
@@ -299,11 +318,12 @@ def _way(start: tuple[float, float], end: tuple[float, float], bend: float) -> P
     return Path(weights @ corners, [Path.MOVETO, Path.CURVE3, Path.CURVE3])
 
 
-def _beside(start: tuple[float, float], end: tuple[float, float], bend: float, length: int) -> tuple[float, float]:
+def _beside(start: tuple[float, float], end: tuple[float, float], bend: float, words: str) -> tuple[float, float]:
     """Where the text of an arrow stands: beside its middle, or nearer to its start where long arrows cross."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     distance = hypot(dx, dy)
     along = 0.5 if distance < 1.45 else 0.6 / distance
-    away = 0.1 + 0.036 * length * abs(dy) / distance  # text is wider than high
+    wide, high = 0.036 * _width(words), 0.07 * words.count("\n")
+    away = 0.1 + (wide * abs(dy) + high * abs(dx)) / distance
     aside = 2 * bend * along * (1 - along) + (away if bend > 0 else -away) / distance
     return start[0] + along * dx + aside * dy, start[1] + along * dy - aside * dx

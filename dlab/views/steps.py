@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, as a recorder tells them
+Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, …, as a recorder tells them
+_COLUMNS = ("source", "destination", "bytes", "start", "end", "begin", "count", "of", "low", "high")
 
 
 class Step:
@@ -20,7 +21,12 @@ class Step:
         self.phase, self.number = phase, number
         self.began = 0.0  # when the last of its messages did
         self._messages: list[Message] = []
-        self._table = np.empty((0, 5))
+        self._table = np.empty((0, len(_COLUMNS)))
+
+    @property
+    def name(self) -> str:
+        """As the algorithm calls it: `reduce-scatter 0`; without a label only its number."""
+        return f"{self.phase} {self.number}".strip()
 
     def add(self, message: Message) -> None:
         """One more, in any order of the ranks."""
@@ -37,10 +43,10 @@ class Step:
 
     @property
     def table(self) -> np.ndarray:
-        """A row per message: source, destination, bytes, start, end. Made once, unless more have come."""
+        """A row per message, with its `_COLUMNS`; NaN is not known. Made once, unless more have come."""
         if len(self._table) < len(self):
-            columns = ("source", "destination", "bytes", "start", "end")
-            self._table = np.array([[message[name] for name in columns] for message in self.messages], dtype=np.float64)
+            rows = [[message.get(name, np.nan) for name in _COLUMNS] for message in self.messages]
+            self._table = np.array(rows, dtype=np.float64)
         return self._table
 
 
@@ -120,12 +126,9 @@ class Steps:
         colours = sorted(begun, key=lambda phase: (self._phases[phase], begun[phase]))
         found = []
         for number in rounds:
-            done, total = Counter[str](), Counter(phase for phase, _ in self._rounds[number])
             for step in _in_order(self._rounds[number]):
-                done[step.phase] += 1
-                words = [f"round {number + 1}"] if step.phase and len(self._rounds) > 1 else []
-                place, of = (done[step.phase], total[step.phase]) if step.phase else (number + 1, self._unlabelled)
-                title = ", ".join([*words, *filter(None, [step.phase]), f"step {place} of {of}"])
+                name = step.name if step.phase else f"step {number + 1} of {self._unlabelled}"
+                title = f"round {number + 1}, {name}" if step.phase and len(self._rounds) > 1 else name
                 found.append(Titled(title, colours.index(step.phase), number, step))
         return found
 
@@ -151,3 +154,20 @@ def _in_order(steps: dict[tuple[str, int], Step]) -> list[Step]:
     began = _began(steps)
     places = {phase: place for place, phase in enumerate(sorted(began, key=began.__getitem__))}
     return sorted(steps.values(), key=lambda step: (places[step.phase], step.number))
+
+
+def find_chunks(table: np.ndarray, ranks: int) -> np.ndarray:
+    """For each row of a table: which chunk it is, of how many equal ones that its tensor was cut into; (-1, 0) if none.
+
+    As many as there are ranks, if that fits, else as few fewer as possible.
+    """
+    begin, count, of = table[:, 5:8].T
+    found = np.full((len(table), 2), (-1, 0))
+    for parts in range(2, ranks + 1):  # the last that fits is kept
+        least, more = np.maximum(of // parts, 1), of % parts
+        number = np.where(
+            begin < more * (least + 1), begin // (least + 1), more + (begin - more * (least + 1)) // least
+        )
+        fits = (begin == number * least + np.minimum(number, more)) & (count == least + (number < more)) & (parts <= of)
+        found[fits] = np.stack([number, np.full(len(table), parts)], 1)[fits]
+    return found

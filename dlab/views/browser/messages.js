@@ -15,11 +15,15 @@ views.messages = {
     for (const [words, by] of [["◀ step", -1], ["step ▶", 1]]) {
       make("button", bar, { type: "button", textContent: words }).onclick = () => turnStep(picture, by);
     }
+    picture.options.note = make("div", picture.box, { className: "dlab-note", hidden: true });
+    picture.canvas.addEventListener("mousemove", (event) => pointAt(picture, event.offsetX, event.offsetY));
+    picture.canvas.addEventListener("mouseleave", () => pointAt(picture, NaN, NaN));
   },
 
   draw(paint, data, until) {
     const { picture } = paint;
     picture.options.bar.hidden = !slider(picture) || data.steps.length < 2; // a live picture has nothing to go through
+    picture.options.messages = []; // where each message is drawn: a box, and its place in the data
     if (!data.steps.length) return;
     const now = atCursor(data, until);
     const place = layOut(data, paint.width);
@@ -30,6 +34,37 @@ views.messages = {
     drawLanes(paint, data, now, place.lanes);
   },
 };
+
+// Below the cursor: what the message there carries.
+function pointAt(picture, x, y) {
+  const { note, messages = [] } = picture.options;
+  const there = messages.findLast(({ left, right, top, bottom }) => left <= x && x <= right && top <= y && y <= bottom);
+  note.hidden = !there;
+  if (!there) return;
+  note.textContent = describe(picture.data, there.message);
+  const { offsetLeft, offsetTop, clientWidth } = picture.canvas;
+  note.style.left = `${offsetLeft + Math.max(0, Math.min(x + 12, clientWidth - note.offsetWidth))}px`;
+  note.style.top = `${offsetTop + y + 16}px`;
+}
+
+function describe(data, k) {
+  const name = (rank) => data.names[rank] ?? `rank ${rank}`;
+  const step = data.steps[data.begin.findLastIndex((begin) => begin <= k)];
+  const numbers = (count) => `${count.toLocaleString("en")} number${count === 1 ? "" : "s"}`;
+  const last = data.first[k] + data.numbers[k] - 1;
+  const part = data.of[k] < 0 ? "" : `, from ${data.first[k]} to ${last} of ${data.of[k].toLocaleString("en")}`;
+  return [
+    `${name(data.source[k])} → ${name(data.destination[k])}, ${step.title}`,
+    [chunkOf(data, k), data.numbers[k] < 0 ? "" : `${numbers(data.numbers[k])}${part}`, size(data.bytes[k])].filter(Boolean).join(" · "),
+    Number.isNaN(data.low[k]) ? "" : `values from ${short(data.low[k])} to ${short(data.high[k])}`,
+  ].filter(Boolean).join("\n");
+}
+
+// `chunk 2`, or `chunk 0/2` where the tensor was not cut into as many as there are ranks.
+function chunkOf(data, k) {
+  if (data.chunk[k] < 0) return "";
+  return `chunk ${data.chunk[k]}` + (data.chunks[k] === data.bytes_per_rank.length ? "" : `/${data.chunks[k]}`);
+}
 
 const slider = (picture) => picture.box.querySelector(".dlab-replay input");
 
@@ -174,8 +209,10 @@ function drawCircle(paint, data, now, { x, y, radius }) {
   context.font = "11px system-ui, sans-serif";
   const most = Math.max(...now.current.map((k) => data.bytes[k]), 1);
   ways.forEach((way, number) => {
-    const bytes = data.bytes[now.current[number]];
-    drawParcel(paint, way, now.way, colour, crowd ? "" : size(bytes), 3 + 3 * Math.sqrt(bytes / most));
+    const message = now.current[number];
+    const lines = crowd ? [] : [chunkOf(data, message), size(data.bytes[message])].filter(Boolean);
+    const box = drawParcel(paint, way, now.way, colour, lines, 3 + 3 * Math.sqrt(data.bytes[message] / most));
+    paint.picture.options.messages.push({ ...box, message });
   });
   const each = `${fromTo(now.current.map((k) => data.bytes[k]))} each`;
   if (ways.length) outlined(paint, crowd ? each : "Σ: on this link so far", x, y + radius + disc + 14);
@@ -211,7 +248,7 @@ function drawLinks(paint, data, now, nodes, disc, crowd) {
     const words = `Σ ${size(bytes)}`;
     const beside = way.at(way.length > LONG ? 0.27 : 0.5); // not where they cross
     context.font = "11px system-ui, sans-serif";
-    const away = 17 + 0.5 * context.measureText(words).width * Math.abs(way.aside.x);
+    const away = 19 + (12 + 0.5 * context.measureText(words).width) * Math.abs(way.aside.x);
     context.textAlign = "center";
     context.textBaseline = "middle";
     outlined(paint, words, beside.x + away * way.aside.x, beside.y + away * way.aside.y);
@@ -242,26 +279,29 @@ function drawArrow(context, way, colour, crowd) {
   context.globalAlpha = 1;
 }
 
-// A box with its bytes on it, or, where many are on their way, a dot that is larger for more bytes.
-function drawParcel(paint, way, share, colour, words, radius) {
+// A box with its chunk and bytes on it, or, where many are on their way, a dot that is larger for more bytes. Gives the
+// place that it takes.
+function drawParcel(paint, way, share, colour, lines, radius) {
   const { context } = paint;
-  const half = words ? context.measureText(words).width / 2 + 5 : radius;
+  const half = lines.length ? Math.max(...lines.map((line) => context.measureText(line).width)) / 2 + 5 : radius;
+  const high = lines.length ? 3 + 6 * lines.length : radius;
   const { angle } = way.at(share);
-  const reach = words ? Math.min(half / Math.abs(Math.cos(angle)), 9 / Math.abs(Math.sin(angle))) : radius;
+  const reach = lines.length ? Math.min(half / Math.abs(Math.cos(angle)), high / Math.abs(Math.sin(angle))) : radius;
   const edge = Math.min(0.5, reach / way.length); // it begins and ends beside a rank, not upon it
   const { x, y } = way.at(edge + share * (1 - 2 * edge));
-  context.fillStyle = words ? paint.ground : colour;
-  context.strokeStyle = words ? colour : paint.ground;
-  context.lineWidth = words ? 2 : 1;
+  context.fillStyle = lines.length ? paint.ground : colour;
+  context.strokeStyle = lines.length ? colour : paint.ground;
+  context.lineWidth = lines.length ? 2 : 1;
   context.beginPath();
-  if (words) context.roundRect(x - half, y - 9, 2 * half, 18, 4);
+  if (lines.length) context.roundRect(x - half, y - high, 2 * half, 2 * high, 4);
   else context.arc(x, y, radius, 0, 2 * Math.PI);
   context.fill();
   context.stroke();
   context.fillStyle = paint.text;
   context.textAlign = "center";
   context.textBaseline = "middle";
-  if (words) context.fillText(words, x, y + 0.5);
+  lines.forEach((line, number) => context.fillText(line, x, y + 0.5 + 12 * (number - (lines.length - 1) / 2)));
+  return { left: x - half, right: x + half, top: y - high, bottom: y + high };
 }
 
 // Text that can be read where lines cross it.
@@ -315,6 +355,7 @@ function drawLanes(paint, data, now, { left, right, top, lane, height }) {
       context.globalAlpha = state;
       context.fillStyle = colourOf(data.steps[index]);
       context.fillRect(from, y, Math.max(1.5, to - from - 0.75), lane * 0.64);
+      paint.picture.options.messages.push({ left: from - 1, right: Math.max(from + 2, to), top: y, bottom: y + lane * 0.64, message: k });
       context.globalAlpha = 1;
       context.strokeStyle = paint.text;
       if (state === 1 && lane >= 12) context.strokeRect(from, y, Math.max(1.5, to - from - 0.75), lane * 0.64);

@@ -1,0 +1,50 @@
+"""In a real browser: who points at a message on its way is told what is in it."""
+
+import pytest
+import torch
+
+pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
+
+from browser import NoBrowser, open_browser
+
+import dlab
+from dlab.collectives import ring_allreduce
+
+
+@pytest.mark.timeout(120)
+def test_pointing_at_a_message_shows_its_chunk_and_the_range_of_its_values(tmp_path):
+    def work(transport):
+        ring_allreduce(torch.arange(12.0).mul(10.0**transport.rank), transport)
+
+    dlab.Messages(dlab.rehearse(work, ranks=3).messages).save_html(tmp_path / "ring.html")
+    try:
+        with open_browser(None) as chromium, chromium.page(viewport={"width": 900, "height": 600}) as (page, _):
+            page.goto((tmp_path / "ring.html").as_uri())
+            page.locator("figure[data-view=messages][data-drawn]").wait_for()
+            canvas, note = page.locator("canvas"), page.locator(".dlab-note")
+            notes = canvas.evaluate(POINT)
+            canvas.hover(position={"x": 2, "y": 2})
+            assert not note.is_visible(), "there is no message in the corner"
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
+    assert all(len(each.splitlines()) == 3 for each in notes)
+    # the last step of three ranks: all-gather 1, in which rank 0 passes on chunk 2
+    assert (
+        "rank 0 → rank 1, all-gather 1\nchunk 2 · 4 numbers, from 8 to 11 of 12 · 16 B\nvalues from 888 to 1.22K"
+        in notes
+    )
+    assert any(note.startswith("rank 2 → rank 0, reduce-scatter 0\nchunk 1") for note in notes), "bars tell it too"
+
+
+# Moves a cursor over the whole picture, as the browser would tell it of a real one: what is shown at each place?
+POINT = """(canvas) => {
+  const note = canvas.parentElement.querySelector(".dlab-note");
+  const { left, top, width, height } = canvas.getBoundingClientRect();
+  const shown = new Set();
+  for (let y = 0; y < height; y += 4)
+    for (let x = 0; x < width; x += 4) {
+      canvas.dispatchEvent(new MouseEvent("mousemove", { clientX: left + x, clientY: top + y }));
+      if (!note.hidden) shown.add(note.textContent);
+    }
+  return [...shown];
+}"""
