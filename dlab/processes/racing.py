@@ -8,6 +8,7 @@ from typing import Any
 
 from dlab.events import Event
 from dlab.processes.cluster import Cluster, cluster
+from dlab.processes.errors import Stopped
 from dlab.processes.run import Run, finish
 
 
@@ -50,8 +51,12 @@ class Race:
             for each in self._clusters:
                 each.close()
 
-    def wait(self) -> dict[str, list[Any]]:
-        """The results of every run, by name; raises what a run raised."""
+    def wait(self, *, partial: bool = False) -> dict[str, list[Any]]:
+        """The results of every run, by name; raises what a run raised.
+
+        After `stop()` it raises `Stopped`; `partial=True` gives what there is of the runs that had begun, with None
+        for each rank that had not returned.
+        """
         try:
             self._thread.join()
         except KeyboardInterrupt:
@@ -60,7 +65,13 @@ class Race:
         finish(self.pictures)
         if self._error is not None:
             raise self._error
-        return {name: run.wait() for name, run in self.runs.items()}
+        missing = [name for name in self._functions if name not in self.runs]
+        if missing and not partial:
+            raise Stopped(
+                f"the race was stopped before {' and '.join(missing)} had begun: "
+                "wait(partial=True) gives what the others had returned by then"
+            )
+        return {name: run.wait(partial=partial) for name, run in self.runs.items()}
 
     def stop(self) -> None:
         """End the run that goes on, and begin no other."""

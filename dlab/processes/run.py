@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
-from dlab.processes.errors import WorkerError, WorkerTimeout, name_ranks
+from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
 from dlab.processes.stacks import Where
 
@@ -54,12 +54,13 @@ class Run:
         self._make = make
         return self
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, *, partial: bool = False) -> Any:
         """The results by rank, when all ranks have returned.
 
         Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
-        Interrupting the kernel while it waits stops the run. After `stop()`, the ranks that had not returned give
-        None. Where the run is being drawn, the last picture is there when this returns.
+        Interrupting the kernel while it waits stops the run. After `stop()` it raises `Stopped`; `partial=True` gives
+        what there is instead, with None for each rank that had not returned. Where the run is being drawn, the last
+        picture is there when this returns.
         """
         try:
             try:
@@ -67,14 +68,16 @@ class Run:
             finally:
                 if self.done:
                     finish(self.pictures)
-            if self._make is None:
-                return results
-            if self._result is None:
-                self._result = self._make(results)
-            return self._result
         except KeyboardInterrupt:
             self._on_interrupt()
             raise
+        if self._stopped and not partial:
+            raise self._stopped_error()
+        if self._make is None:
+            return results
+        if self._result is None:
+            self._result = self._make(results)
+        return self._result
 
     def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
         if not self._done.wait(timeout):
@@ -87,7 +90,7 @@ class Run:
                 )
             self._done.wait()  # the last ranks came back just now
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # not with that of an earlier wait
         return self._results
 
     def _on_interrupt(self) -> None:
@@ -109,6 +112,13 @@ class Run:
         if waiting and busy:
             message += f"; {name_ranks(waiting)} waited for {name_ranks(busy)}"
         return WorkerTimeout(message, ranks, _tell(places))
+
+    def _stopped_error(self) -> Stopped:
+        seconds = (self.ended or self.started) - self.started
+        return Stopped(
+            f"{self.name} was stopped after {seconds:.1f} s, before its end: "
+            "wait(partial=True) gives what its ranks had returned by then"
+        )
 
     @property
     def done(self) -> bool:
