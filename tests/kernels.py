@@ -49,12 +49,19 @@ class Kernel:
     def process(self) -> psutil.Process:
         return psutil.Process(self._manager.provisioner.pid)
 
-    def run(self, code: str, timeout: float = 60) -> Cell:
-        return self.finish(self.submit(code), timeout)
+    def run(self, code: str, timeout: float = 60, cell_id: str | None = None) -> Cell:
+        return self.finish(self.submit(code, cell_id), timeout)
 
-    def submit(self, code: str) -> str:
-        """Start a cell; gives the id by which it is known."""
-        return self._client.execute(code, allow_stdin=False)
+    def submit(self, code: str, cell_id: str | None = None) -> str:
+        """Start a cell, with the id that JupyterLab would send with it; gives the id by which this execution is known."""
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        metadata = {} if cell_id is None else {"cellId": cell_id}
+        return self._send("execute_request", content, metadata)
+
+    def _send(self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None) -> str:
+        message = self._client.session.msg(kind, content, metadata=metadata)
+        self._client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
 
     def finish(self, cell: str, timeout: float = 60) -> Cell:
         """Wait until a cell has ended."""

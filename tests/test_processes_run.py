@@ -65,7 +65,9 @@ def test_wait_after_stop_says_so_and_gives_what_there_is_only_if_asked_for_it(st
     print(f"stopped within {time.monotonic() - start:.2f} s (promised: 1 s)")
     assert time.monotonic() - start < 3
     for _ in range(2):
-        with pytest.raises(dlab.Stopped, match=r"^.* was stopped after .* s, before its end: wait\(partial=True\)") as told:
+        with pytest.raises(
+            dlab.Stopped, match=r"^.* was stopped after .* s, before its end: wait\(partial=True\)"
+        ) as told:
             run.wait()
         assert "\n" not in str(told.value)
     assert run.wait(partial=True) == [None, "done"]

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlab.events import Event
-from dlab.processes.cluster import Cluster, cluster
+from dlab.processes.cluster import Cluster, cluster, make_room
 from dlab.processes.errors import Stopped
+from dlab.processes.notebook import Cell
 from dlab.processes.run import Run, finish
 
 
@@ -20,6 +21,10 @@ class Race:
         self.runs: dict[str, Run] = {name: run for name, run in contenders.items() if isinstance(run, Run)}
         self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
         self._workers, self._stopped = workers, False
+        self._cell = Cell()
+        if not at_once:
+            for function in self._functions.values():
+                make_room(workers, _servers(function), self._cell)
         self._error: Exception | None = None
         self._delays: dict[int, float] = {}  # that were asked for, and knobs that were turned
         self._knobs: dict[str, Any] = {}
@@ -31,12 +36,16 @@ class Race:
         self._thread.start()
 
     def _go(self) -> None:
+        self._cell.claim_thread()
         try:
             for number, (name, function) in enumerate(self._functions.items()):
                 if self._stopped:
                     return
                 on = self._clusters[number] if self._clusters else cluster(self._workers, _servers(function))
                 run = self.runs[name] = on.start(function)
+                run.part_of = self
+                if self._stopped:  # meanwhile
+                    run.stop()
                 for rank, seconds in list(self._delays.items()):
                     run.delay(rank, seconds)
                 for knob, value in list(self._knobs.items()):

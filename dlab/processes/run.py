@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dlab.events import Event, Records, save_events
 from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
+from dlab.processes.notebook import Cell, variable_of
 from dlab.processes.stacks import Where
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Run:
         self.survives = survives  # does the function go on without ranks that have died?
         self.revives = revives  # does it go on with a new server in the place of one that has died?
         self.ranks, self.servers = cluster.workers, cluster.servers
+        self.cell = Cell()
+        self.part_of: Any = None  # the race that it is a part of
         self.started = time.time()
         self.ended: float | None = None
         self.knobs: dict[str, Any] = {}
@@ -133,6 +136,15 @@ class Run:
         if self._error is not None:
             return "failed"
         return "stopped" if self._stopped else "finished"
+
+    def in_the_way(self) -> RuntimeError:
+        """For who wants to start another run on the same workers meanwhile: what goes on, and what to type."""
+        whole = self.part_of or self
+        name = variable_of(whole) or whole.__class__.__name__.lower()
+        return RuntimeError(
+            f"{self.name} has been running on this cluster for {time.time() - self.started:.0f} s: "
+            f"wait for it ({name}.wait()) or end it ({name}.stop()) first, or use another cluster"
+        )
 
     # --- disturbing
 

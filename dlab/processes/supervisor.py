@@ -61,20 +61,15 @@ class Supervisor(threading.Thread):
 
     def launch(self, run: Run, message: wire.Message, again: Callable[[], wire.Message]) -> None:
         """Begin a run. Refused while another one goes on. `again` makes the message once more, for a new server."""
-        cell = output.Cell()
 
         def begin() -> None:
             if self.failed:
                 raise RuntimeError(self.failed)
             if self._flight is not None:
-                other = self._flight.run
-                raise RuntimeError(
-                    f"{other.name} has been running on this cluster for {time.time() - other.started:.0f} s: "
-                    "wait for it (run.wait()) or end it (run.stop()) first, or use another cluster"
-                )
+                raise self._flight.run.in_the_way()
             self.board.clear()
             self.desk.clear()
-            cell.claim_thread()
+            run.cell.claim_thread()
             self._flight = Flight(run, again)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
@@ -83,6 +78,12 @@ class Supervisor(threading.Thread):
             run._note(self._everybody, "running")
 
         self._inbox.ask(begin)
+
+    @property
+    def going(self) -> Run | None:
+        """The run that goes on now."""
+        flight = self._flight
+        return flight and flight.run
 
     def stop(self, run: Run) -> bool:
         """Interrupt every rank that has not returned. False if the run never began or has ended."""
