@@ -11,6 +11,7 @@ from dlab.processes.cluster import Cluster, cluster, make_room
 from dlab.processes.errors import Stopped
 from dlab.processes.notebook import Cell
 from dlab.processes.run import Run, finish
+from dlab.processes.waiting import controls_wait, wait_until
 
 
 class Race:
@@ -67,7 +68,7 @@ class Race:
         for each rank that had not returned.
         """
         try:
-            self._thread.join()
+            wait_until(self._ends)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -81,6 +82,10 @@ class Race:
                 "wait(partial=True) gives what the others had returned by then"
             )
         return {name: run.wait(partial=partial) for name, run in self.runs.items()}
+
+    def _ends(self, timeout: float | None) -> bool:
+        self._thread.join(timeout)
+        return self.done
 
     def stop(self) -> None:
         """End the run that goes on, and begin no other."""
@@ -115,6 +120,11 @@ class Race:
         """`running sync`, or `finished`."""
         going = [name for name, run in list(self.runs.items()) if not run.done]
         return f"running {', '.join(going)}" if going else "finished" if self.done else "starting"
+
+    @property
+    def controls_wait(self) -> bool:
+        """Does the cell that waits keep the kernel from hearing what is done to the panel?"""
+        return controls_wait()
 
     @property
     def events(self) -> dict[str, list[Event]]:

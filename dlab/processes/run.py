@@ -13,6 +13,7 @@ from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_rank
 from dlab.processes.journal import Journal
 from dlab.processes.notebook import Cell, variable_of
 from dlab.processes.stacks import Where
+from dlab.processes.waiting import controls_wait, wait_until
 
 if TYPE_CHECKING:
     from dlab.processes.cluster import Cluster
@@ -83,7 +84,7 @@ class Run:
         return self._result
 
     def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
-        if not self._done.wait(timeout):
+        if not wait_until(self._done.wait, timeout):
             places = self._supervisor.where(self)
             if places:
                 if then_stop:
@@ -145,6 +146,11 @@ class Run:
             f"{self.name} has been running on this cluster for {time.time() - self.started:.0f} s: "
             f"wait for it ({name}.wait()) or end it ({name}.stop()) first, or use another cluster"
         )
+
+    @property
+    def controls_wait(self) -> bool:
+        """Does the cell that waits keep the kernel from hearing what is done to the panel?"""
+        return controls_wait()
 
     # --- disturbing
 

@@ -1,0 +1,165 @@
+"""Waiting in a cell without making the panel wait: a kernel reads no message while a cell runs, so the wait reads them.
+
+What widgets say is handled at once. Everything else, such as the next cell's code, is kept and given back to the kernel
+in the order in which it came; it runs when the waiting cell has ended, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dlab.processes.notebook import find_shell
+
+PERIOD = 0.05  # seconds between two looks at what has come in
+WIDGETS = ("comm_open", "comm_msg", "comm_close")  # kinds of messages
+
+_server: Server | None = None  # while the main thread waits
+_blocked = 0  # waits in which nobody can be served
+
+
+def wait_until(ends: Callable[[float | None], bool], timeout: float | None = None) -> bool:
+    """Wait for `ends(seconds)`, which waits so long and says whether it has come to its end, as `Event.wait` does.
+
+    False if it has not within `timeout`. In the main thread of a kernel, widgets are served meanwhile.
+    """
+    with _serving() as serve:
+        if serve is None:
+            return ends(timeout)
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while not ends(min(PERIOD, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            serve()
+        return True
+
+
+def controls_wait() -> bool:
+    """Must the panel's controls wait until a cell that waits has ended?"""
+    return _blocked > 0
+
+
+@contextlib.contextmanager
+def _serving() -> Iterator[Callable[[], None] | None]:
+    """What serves once, in the main thread of a kernel whose parts are as we know them; else None."""
+    global _server, _blocked
+    shell = find_shell()
+    if shell is None or threading.current_thread() is not threading.main_thread():
+        yield None
+    elif _server is not None:  # a widget's callback waits: what is kept stays in one line
+        yield _server.serve
+    elif (stream := _find_stream(shell.kernel)) is None:
+        _blocked += 1
+        try:
+            yield None
+        finally:
+            _blocked -= 1
+    else:
+        server = _server = Server(shell.kernel, stream)
+        try:
+            yield server.serve
+        finally:
+            _server = None
+            server.give_back()
+
+
+def _find_stream(kernel: Any) -> Any:
+    """Where the main thread reads its messages; None if that is not as in the versions that this was tried with."""
+    try:
+        import ipykernel
+
+        if not (6, 29) <= ipykernel.version_info[:2] < (8, 0):
+            return None
+        asyncio.get_running_loop()  # which reads the stream when the cell has ended
+        thread = getattr(kernel, "shell_channel_thread", None)  # where there are subshells, it hands messages on
+        pair = thread and thread.manager.get_shell_channel_to_subshell_pair(None)
+        stream = pair.to_stream if pair else kernel.shell_stream
+        needed = stream._recv_callback, stream._run_callback, stream.flush, kernel.get_parent, kernel._publish_status
+        handlers = [kernel.shell_handlers[kind] for kind in WIDGETS]
+        known = all(map(callable, (*needed, *handlers))) and "shell" in kernel._parent_ident
+        return stream if known else None
+    except (AttributeError, ImportError, KeyError, RuntimeError):
+        return None
+
+
+class Server:
+    """Reads the kernel's messages in the place of its event loop."""
+
+    def __init__(self, kernel: Any, stream: Any) -> None:
+        self._kernel, self._stream = kernel, stream
+        self._arrived: deque[list[Any]] = deque()  # not looked at yet
+        self._kept: list[list[Any]] = []
+
+    def serve(self) -> None:
+        """Handle what widgets have said."""
+        self._read()
+        while self._arrived:
+            if self._is_widgets(self._arrived[0]):
+                self._handle(self._arrived.popleft())
+            else:
+                with _uninterrupted():
+                    self._kept.append(self._arrived.popleft())
+
+    def _read(self) -> None:
+        import zmq
+
+        if not self._stream.socket.poll(0):
+            return
+        with _uninterrupted(), contextlib.suppress(zmq.Again):
+            while True:
+                self._arrived.append(self._stream.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _is_widgets(self, frames: list[Any]) -> bool:
+        # only the header is unpacked: the session refuses what it has unpacked once, and the kernel has yet to do so
+        try:
+            _, rest = self._kernel.session.feed_identities(frames, copy=False)
+            return self._kernel.session.unpack(rest[1].bytes)["msg_type"] in WIDGETS
+        except Exception:  # not a message at all: the kernel deals with that
+            return False
+
+    def _handle(self, frames: list[Any]) -> None:
+        """As the kernel does, and then everything belongs to the waiting cell again."""
+        kernel = self._kernel
+        identity, rest = kernel.session.feed_identities(frames, copy=False)
+        message = kernel.session.deserialize(rest, content=True, copy=False)
+        cell = kernel._parent_ident["shell"], kernel.get_parent("shell")
+        kernel.set_parent(identity, message, channel="shell")
+        kernel._publish_status("busy", "shell")
+        try:
+            kernel.shell_handlers[message["header"]["msg_type"]](self._stream, identity, message)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            kernel._publish_status("idle", "shell")  # widgets send the next change only then
+            kernel.set_parent(*cell, channel="shell")
+            kernel._publish_status("busy", "shell")  # as it is
+
+    def give_back(self) -> None:
+        """The kernel gets what was kept, before anything that comes from now on."""
+        import zmq
+
+        with _uninterrupted():
+            for frames in (*self._kept, *self._arrived):
+                self._stream._run_callback(self._stream._recv_callback, frames)
+            # the socket has told of messages that we have read, and tells no more: those since are fetched now
+            self._stream.flush(zmq.POLLIN)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interrupt comes afterwards: between reading a message and keeping it, it would lose a cell."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
