@@ -100,6 +100,18 @@ def test_a_widget_hears_that_it_may_send_the_next_change_while_the_cell_still_wa
     assert kernel.run("order").result == "['heard', 'heard', 'heard', 'pressed']"
 
 
+def test_a_cell_that_waits_again_and_again_for_a_moment_hears_the_button(kernel):
+    ok(kernel.run("heard = button(lambda: order.append('heard')); order.clear()"))
+    button = comm(kernel, "heard")
+    waiting = kernel.submit("print('waiting')\nwhile not order: cluster.run(dlab.rank)\nprint('after')")
+    behind = kernel.submit("order.append('behind')")
+    kernel.wait_for(waiting, "waiting")
+    kernel.press(button)
+    assert ok(kernel.finish(waiting, 20)).stdout == "waiting\nafter\n"
+    ok(kernel.finish(behind))
+    assert kernel.run("order").result == "['heard', 'behind']"
+
+
 def test_a_callback_may_wait_itself_and_the_cells_behind_stay_in_order(kernel):
     ok(
         kernel.run(
@@ -114,10 +126,11 @@ def test_a_callback_may_wait_itself_and_the_cells_behind_stay_in_order(kernel):
     waiting = kernel.submit("print('waiting'); run.wait(); order.append('waited')")
     first = kernel.submit("order.append('first')")
     kernel.wait_for(waiting, "waiting")
-    kernel.press(buttons[0])
+    nested = kernel.press(buttons[0])
     second = kernel.submit("order.append('second')")
     kernel.finish(kernel.press(buttons[1]))
     third = kernel.submit("order.append('third')")
+    kernel.finish(nested)
     kernel.press(buttons[2])
     for cell in (waiting, first, second, third):
         ok(kernel.finish(cell))

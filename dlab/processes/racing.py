@@ -11,7 +11,7 @@ from dlab.processes.cluster import Cluster, cluster, make_room
 from dlab.processes.errors import Stopped
 from dlab.processes.notebook import Cell
 from dlab.processes.run import Run, finish
-from dlab.processes.waiting import controls_wait, wait_until
+from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 
 class Race:
@@ -68,7 +68,7 @@ class Race:
         for each rank that had not returned.
         """
         try:
-            wait_until(self._ends)
+            wait_until(end_of(self._thread))
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -82,10 +82,6 @@ class Race:
                 "wait(partial=True) gives what the others had returned by then"
             )
         return {name: run.wait(partial=partial) for name, run in self.runs.items()}
-
-    def _ends(self, timeout: float | None) -> bool:
-        self._thread.join(timeout)
-        return self.done
 
     def stop(self) -> None:
         """End the run that goes on, and begin no other."""

@@ -13,7 +13,7 @@ from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_rank
 from dlab.processes.journal import Journal
 from dlab.processes.notebook import Cell, variable_of
 from dlab.processes.stacks import Where
-from dlab.processes.waiting import controls_wait, wait_until
+from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 if TYPE_CHECKING:
     from dlab.processes.cluster import Cluster
@@ -221,7 +221,7 @@ class Run:
 def finish(pictures: Iterable[threading.Thread]) -> None:
     """Wait until they are complete: a notebook that is executed as a whole keeps only what comes while a cell runs."""
     for each in pictures:
-        each.join(STILL)
+        wait_until(end_of(each), STILL)
 
 
 def _tell(places: dict[int, Where]) -> str:

@@ -25,6 +25,7 @@ from dlab.processes.flight import Flight
 from dlab.processes.handle import Worker
 from dlab.processes.inbox import Inbox
 from dlab.processes.run import Run
+from dlab.processes.waiting import wait_until
 from dlab.processes.worker import WHERE, Seat
 
 EVENTS = 0.05  # seconds between two collections of events
@@ -55,7 +56,7 @@ class Supervisor(threading.Thread):
 
     def wait_until_ready(self) -> None:
         """Block until every worker has joined the first group."""
-        self._crew.came_up.wait()
+        wait_until(self._crew.came_up.wait)
         if self.failed:
             raise RuntimeError(self.failed)
 

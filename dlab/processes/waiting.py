@@ -38,7 +38,18 @@ def wait_until(ends: Callable[[float | None], bool], timeout: float | None = Non
             if time.monotonic() >= deadline:
                 return False
             serve()
+        serve()  # a cell may wait again and again, each time for a moment only
         return True
+
+
+def end_of(thread: threading.Thread) -> Callable[[float | None], bool]:
+    """For `wait_until`."""
+
+    def ends(timeout: float | None) -> bool:
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    return ends
 
 
 def controls_wait() -> bool:
@@ -81,7 +92,13 @@ def _find_stream(kernel: Any) -> Any:
         thread = getattr(kernel, "shell_channel_thread", None)  # where there are subshells, it hands messages on
         pair = thread and thread.manager.get_shell_channel_to_subshell_pair(None)
         stream = pair.to_stream if pair else kernel.shell_stream
-        needed = stream._recv_callback, stream._run_callback, stream.flush, kernel.get_parent, kernel._publish_status
+        needed = (
+            stream._recv_callback,
+            stream._run_callback,
+            kernel.set_parent,
+            kernel.get_parent,
+            kernel._publish_status,
+        )
         handlers = [kernel.shell_handlers[kind] for kind in WIDGETS]
         known = all(map(callable, (*needed, *handlers))) and "shell" in kernel._parent_ident
         return stream if known else None
@@ -143,13 +160,11 @@ class Server:
 
     def give_back(self) -> None:
         """The kernel gets what was kept, before anything that comes from now on."""
-        import zmq
-
+        stream = self._stream
         with _uninterrupted():
             for frames in (*self._kept, *self._arrived):
-                self._stream._run_callback(self._stream._recv_callback, frames)
-            # the socket has told of messages that we have read, and tells no more: those since are fetched now
-            self._stream.flush(zmq.POLLIN)
+                stream._run_callback(stream._recv_callback, frames)
+            stream.on_recv(stream._recv_callback, copy=False)  # look at once: we may have heard what it waits to hear
 
 
 @contextlib.contextmanager
