@@ -43,14 +43,7 @@ class Race:
                 if self._stopped:
                     return
                 on = self._clusters[number] if self._clusters else cluster(self._workers, _servers(function))
-                run = self.runs[name] = on.start(function)
-                run.part_of = self
-                if self._stopped:  # meanwhile
-                    run.stop()
-                for rank, seconds in list(self._delays.items()):
-                    run.delay(rank, seconds)
-                for knob, value in list(self._knobs.items()):
-                    run.set(knob, value)
+                self._begin(name, function, on)
                 if not self._clusters:
                     self.runs[name]._done.wait()
             for run in list(self.runs.values()):
@@ -60,6 +53,16 @@ class Race:
         finally:
             for each in self._clusters:
                 each.close()
+
+    def _begin(self, name: str, function: Callable[[], Any], on: Cluster) -> None:
+        run = self.runs[name] = on.start(function)
+        run.part_of = self
+        for rank, seconds in list(self._delays.items()):
+            run.delay(rank, seconds)
+        for knob, value in list(self._knobs.items()):
+            run.set(knob, value)
+        if self._stopped:  # meanwhile
+            run.stop()
 
     def wait(self, *, partial: bool = False) -> dict[str, list[Any]]:
         """The results of every run, by name; raises what a run raised.

@@ -84,7 +84,7 @@ class Supervisor(threading.Thread):
     def going(self) -> Run | None:
         """The run that goes on now."""
         flight = self._flight
-        return flight and flight.run
+        return None if flight is None else flight.run
 
     def stop(self, run: Run) -> bool:
         """Interrupt every rank that has not returned. False if the run never began or has ended."""

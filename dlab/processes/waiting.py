@@ -73,8 +73,9 @@ def _serving() -> Iterator[Callable[[], None] | None]:
         finally:
             _blocked -= 1
     else:
-        server = _server = Server(shell.kernel, stream)
+        server = Server(shell.kernel, stream)
         try:
+            _server = server
             yield server.serve
         finally:
             _server = None
@@ -88,19 +89,13 @@ def _find_stream(kernel: Any) -> Any:
 
         if not (6, 29) <= ipykernel.version_info[:2] < (8, 0):
             return None
-        asyncio.get_running_loop()  # which reads the stream when the cell has ended
         thread = getattr(kernel, "shell_channel_thread", None)  # where there are subshells, it hands messages on
         pair = thread and thread.manager.get_shell_channel_to_subshell_pair(None)
         stream = pair.to_stream if pair else kernel.shell_stream
-        needed = (
-            stream._recv_callback,
-            stream._run_callback,
-            kernel.set_parent,
-            kernel.get_parent,
-            kernel._publish_status,
-        )
-        handlers = [kernel.shell_handlers[kind] for kind in WIDGETS]
-        known = all(map(callable, (*needed, *handlers))) and "shell" in kernel._parent_ident
+        needed = [stream._recv_callback, stream._run_callback, kernel.set_parent, kernel._publish_status]
+        needed += [kernel.shell_handlers[kind] for kind in WIDGETS]
+        ours = stream.io_loop.asyncio_loop is asyncio.get_running_loop()  # it reads the stream when no cell runs
+        known = ours and all(map(callable, needed)) and "shell" in kernel._parent_ident
         return stream if known else None
     except (AttributeError, ImportError, KeyError, RuntimeError):
         return None
@@ -144,13 +139,15 @@ class Server:
     def _handle(self, frames: list[Any]) -> None:
         """As the kernel does, and then everything belongs to the waiting cell again."""
         kernel = self._kernel
-        identity, rest = kernel.session.feed_identities(frames, copy=False)
-        message = kernel.session.deserialize(rest, content=True, copy=False)
         cell = kernel._parent_ident["shell"], kernel.get_parent("shell")
-        kernel.set_parent(identity, message, channel="shell")
-        kernel._publish_status("busy", "shell")
         try:
+            identity, rest = kernel.session.feed_identities(frames, copy=False)
+            message = kernel.session.deserialize(rest, content=True, copy=False)
+            kernel.set_parent(identity, message, channel="shell")
+            kernel._publish_status("busy", "shell")
             kernel.shell_handlers[message["header"]["msg_type"]](self._stream, identity, message)
+        except Exception:
+            kernel.log.error("a widget's message could not be handled:", exc_info=True)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
