@@ -122,7 +122,7 @@ class Race:
 
     @property
     def controls_wait(self) -> bool:
-        """Does the cell that waits keep the kernel from hearing what is done to the panel?"""
+        """Does the cell that runs keep the kernel from hearing what is done to the panel?"""
         return controls_wait()
 
     @property

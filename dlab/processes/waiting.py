@@ -21,8 +21,11 @@ from dlab.processes.notebook import find_shell
 PERIOD = 0.05  # seconds between two looks at what has come in
 WIDGETS = ("comm_open", "comm_msg", "comm_close")  # kinds of messages
 
+MOMENT = 0.5  # seconds in which a kernel that hears nothing may be said to hear
+
 _server: Server | None = None  # while the main thread waits
-_blocked = 0  # waits in which nobody can be served
+_cell_runs = False
+_heard = 0.0  # when the kernel has last looked at what has come in, while a cell runs
 
 
 def wait_until(ends: Callable[[float | None], bool], timeout: float | None = None) -> bool:
@@ -52,26 +55,34 @@ def end_of(thread: threading.Thread) -> Callable[[float | None], bool]:
     return ends
 
 
+def watch_cells(shell: Any) -> None:
+    """Know when a cell runs, in which the kernel hears nothing unless it waits for a run."""
+
+    def note(begins: bool) -> None:
+        global _cell_runs, _heard
+        if threading.current_thread() is threading.main_thread():  # in a subshell it is in nobody's way
+            _cell_runs, _heard = begins, time.monotonic()
+
+    shell.events.register("pre_run_cell", lambda _: note(True))
+    shell.events.register("post_run_cell", lambda _: note(False))
+
+
 def controls_wait() -> bool:
-    """Must the panel's controls wait until a cell that waits has ended?"""
-    return _blocked > 0
+    """Must a panel's controls wait until the cell that runs has ended?"""
+    return _cell_runs and time.monotonic() - _heard > MOMENT
 
 
 @contextlib.contextmanager
 def _serving() -> Iterator[Callable[[], None] | None]:
     """What serves once, in the main thread of a kernel whose parts are as we know them; else None."""
-    global _server, _blocked
+    global _server
     shell = find_shell()
     if shell is None or threading.current_thread() is not threading.main_thread():
         yield None
     elif _server is not None:  # a widget's callback waits: what is kept stays in one line
         yield _server.serve
     elif (stream := _find_stream(shell.kernel)) is None:
-        _blocked += 1
-        try:
-            yield None
-        finally:
-            _blocked -= 1
+        yield None
     else:
         server = Server(shell.kernel, stream)
         try:
@@ -111,6 +122,8 @@ class Server:
 
     def serve(self) -> None:
         """Handle what widgets have said."""
+        global _heard
+        _heard = time.monotonic()
         self._read()
         while self._arrived:
             if self._is_widgets(self._arrived[0]):
