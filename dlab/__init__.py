@@ -121,11 +121,15 @@ def _settle_in_notebook() -> None:
     from IPython.core.getipython import get_ipython
 
     from dlab.processes.forkserver import warm_up
+    from dlab.processes.tracebacks import shorten_tracebacks
+    from dlab.processes.waiting import watch_cells
 
     shell: Any = get_ipython()
     if not hasattr(shell, "kernel"):
         return
     warm_up()
+    shorten_tracebacks(shell)
+    watch_cells(shell)
 
     # a run that is the last line of a cell shows itself; neither runs nor views know of each other
     def show(run: Any) -> None:

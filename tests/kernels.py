@@ -39,6 +39,7 @@ class Kernel:
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._messages: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by the cell they belong to
+        self._replies: dict[str, dict[str, Any]] = {}
         try:
             self._client.wait_for_ready(timeout=60)
         except BaseException:
@@ -49,12 +50,31 @@ class Kernel:
     def process(self) -> psutil.Process:
         return psutil.Process(self._manager.provisioner.pid)
 
-    def run(self, code: str, timeout: float = 60) -> Cell:
-        return self.finish(self.submit(code), timeout)
+    def run(self, code: str, timeout: float = 60, cell_id: str | None = None) -> Cell:
+        return self.finish(self.submit(code, cell_id), timeout)
 
-    def submit(self, code: str) -> str:
-        """Start a cell; gives the id by which it is known."""
-        return self._client.execute(code, allow_stdin=False)
+    def submit(self, code: str, cell_id: str | None = None) -> str:
+        """Start a cell, with the id that JupyterLab sends along; gives the id by which this execution is known."""
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        metadata = {} if cell_id is None else {"cellId": cell_id}
+        return self._send("execute_request", content, metadata)
+
+    def press(self, comm: str) -> str:
+        """Click a button of ipywidgets, known by its comm; gives the id of the message."""
+        data = {"method": "custom", "content": {"event": "click"}}
+        return self._send("comm_msg", {"comm_id": comm, "data": data})
+
+    def reply(self, cell: str, timeout: float = 60) -> dict[str, Any]:
+        """What the kernel answers to the one who has sent a cell."""
+        while cell not in self._replies:
+            message = self._client.get_shell_msg(timeout=timeout)
+            self._replies[message["parent_header"]["msg_id"]] = message["content"]
+        return self._replies[cell]
+
+    def _send(self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None) -> str:
+        message = self._client.session.msg(kind, content, metadata=metadata)
+        self._client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
 
     def finish(self, cell: str, timeout: float = 60) -> Cell:
         """Wait until a cell has ended."""

@@ -57,16 +57,59 @@ def test_a_run_shows_what_it_is(started):
 # ------------------------------------------------------------------------------------- stop
 
 
-def test_stop_gives_none_for_the_ranks_that_had_not_finished(started):
+def test_wait_after_stop_says_so_and_gives_what_there_is_only_if_asked_for_it(started):
     run = started(lambda: "done" if dlab.rank() == 1 else time.sleep(1000))
     eventually(lambda: run._supervisor._flight.returned)
     start = time.monotonic()
     run.stop()
     print(f"stopped within {time.monotonic() - start:.2f} s (promised: 1 s)")
     assert time.monotonic() - start < 3
-    assert run.wait() == [None, "done"]
+    for _ in range(2):
+        with pytest.raises(
+            dlab.Stopped, match=r"^.* was stopped after .* s, before its end: wait\(partial=True\)"
+        ) as told:
+            run.wait()
+        assert "\n" not in str(told.value)
+    assert run.wait(partial=True) == [None, "done"]
     assert run.state == "stopped"
     run.stop()
+
+
+def test_partial_results_of_a_run_that_was_not_stopped_are_all_of_them_and_errors_stay_errors(started):
+    assert started(dlab.rank).wait(30, partial=True) == [0, 1]
+    failing = started(lambda: 1 / 0)
+    with pytest.raises(dlab.WorkerError, match="ZeroDivisionError"):
+        failing.wait(30, partial=True)
+
+
+def test_a_run_that_ended_with_its_cluster_was_stopped():
+    with dlab.Cluster(1) as short:
+        run = short.start(time.sleep, 1000)
+    with pytest.raises(dlab.Stopped, match="sleep was stopped"):
+        run.wait()
+    assert run.wait(partial=True) == [None]
+
+
+def test_a_race_that_was_stopped_says_so_and_gives_what_there_is_only_if_asked_for_it(started):
+    def first():
+        dlab.log(step=0)
+
+    def endless():
+        dlab.log(step=0)
+        time.sleep(1000)
+
+    race = dlab.race({"first": first, "endless": endless, "never": first}, workers=2)
+    eventually(lambda: "endless" in race.runs and race.runs["endless"].events)
+    race.stop()
+    with pytest.raises(dlab.Stopped, match=r"the race was stopped before never had begun: wait\(partial=True\)"):
+        race.wait()
+    assert race.wait(partial=True) == {"first": [None, None], "endless": [None, None]}
+    race = dlab.race({"endless": endless}, workers=2)
+    eventually(lambda: race.runs and race.runs["endless"].events)
+    race.stop()
+    with pytest.raises(dlab.Stopped, match="endless was stopped"):
+        race.wait()
+    dlab.cluster(2).close()
 
 
 def test_a_function_that_catches_stopped_may_return_what_it_has(started):
@@ -83,7 +126,7 @@ def test_a_function_that_catches_stopped_may_return_what_it_has(started):
     run = started(patient)
     eventually(lambda: len(logged(run, 0)) > 2 and len(logged(run, 1)) > 2)
     run.stop()
-    for rank, losses in enumerate(run.wait()):
+    for rank, losses in enumerate(run.wait(partial=True)):
         assert losses == list(range(len(logged(run, rank))))
 
 
@@ -101,7 +144,7 @@ def test_stop_reaches_ranks_that_wait_in_a_collective_or_swallow_exceptions(clus
     run = started(stubborn)
     eventually(lambda: logged(run, 0) and logged(run, 1))
     run.stop()
-    assert run.wait() == [None, None]
+    assert run.wait(partial=True) == [None, None]
     assert cluster.run(dlab.rank) == [0, 1]
 
 
@@ -142,7 +185,7 @@ def test_a_paused_run_can_be_stopped(started):
     run = started(steps)
     run.pause()
     run.stop()
-    assert run.wait(10) == [None, None]
+    assert run.wait(10, partial=True) == [None, None]
 
 
 def test_a_paused_run_that_is_stopped_may_still_return_what_it_has(started):
@@ -157,7 +200,7 @@ def test_a_paused_run_that_is_stopped_may_still_return_what_it_has(started):
     eventually(lambda: logged(run, 0) and logged(run, 1))
     run.pause()
     run.stop()
-    assert run.wait(10) == ["so far", "so far"]
+    assert run.wait(10, partial=True) == ["so far", "so far"]
 
 
 def test_a_rank_of_a_paused_run_can_be_killed(started):

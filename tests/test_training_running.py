@@ -95,7 +95,9 @@ def test_the_learning_rate_can_be_turned_while_it_trains(cluster):
     run.set("lr", 0.02)
     until(lambda: logs(run, 1)[-2:] and {"rates": [0.02, 0.04]} in logs(run, 1)[-2:])
     run.stop()
-    assert run.wait() is None  # it was stopped before the end
+    with pytest.raises(dlab.Stopped):
+        run.wait()
+    assert run.wait(partial=True) is None  # it was stopped before the end
 
 
 def test_trainings_can_race(cluster):

@@ -2,5 +2,5 @@
 
 Read in this order: `cluster` and `run` (what a user holds), `supervisor` (the one thread that looks after runs) and its
 `crew` (the workers, as they come and go), `worker` (what happens inside), then what carries them: `wire`, `board`,
-`output`, `forkserver`.
+`output`, `forkserver`. What only a notebook needs is in `notebook`, `waiting` and `tracebacks`.
 """

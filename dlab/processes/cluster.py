@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dlab.backend import NAME, using
 from dlab.processes import inside, wire
+from dlab.processes.notebook import Cell
 from dlab.processes.run import Run
 from dlab.processes.supervisor import Supervisor
 from dlab.processes.worker import TASK, Place
@@ -138,7 +139,22 @@ class Cluster:
                 "open files, locks and the like must be made inside the function"
             ) from None
         with message:
+            self.make_room(run.cell)
             self._supervisor.launch(run, message, make)
+
+    def make_room(self, cell: Cell) -> None:
+        """For a run that this cell is about to start: stop one that the same cell has started when it ran before.
+
+        Raises RuntimeError if another one goes on.
+        """
+        other = self._supervisor.going
+        if other is None:
+            return
+        if not other.cell.is_run_again_by(cell):
+            raise other.in_the_way()
+        whole = other.part_of or other
+        whole.stop()
+        print(f"{whole.name} was still running since this cell ran before: it is stopped, and a new run begins")
 
     @property
     def pids(self) -> list[int]:
@@ -174,6 +190,12 @@ def cluster(workers: int = 4, servers: int = 0) -> Cluster:
     if size not in _shared or _shared[size].closed:
         _shared[size] = Cluster(workers, servers=servers)
     return _shared[size]
+
+
+def make_room(workers: int, servers: int, cell: Cell) -> None:
+    """On the shared cluster of this size, if there is one."""
+    if shared := _shared.get((workers, servers)):
+        shared.make_room(cell)
 
 
 def _choose_backend(backend: str | using, workers: int) -> tuple[str, using | None]:

@@ -14,7 +14,9 @@ _OURS = os.path.dirname(__file__) + os.sep
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised inside a worker's function when its run is stopped. Catch it to return what there is so far."""
+    """The run was stopped. Raised inside a worker's function, which may catch it to return what there is so far, and
+    in the notebook by `run.wait()`.
+    """
 
 
 @dataclass

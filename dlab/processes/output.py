@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 BAR_SECONDS = 5.0  # a progress bar that is still being redrawn is shown this often
 _UP = "\x1b[A"
@@ -83,24 +82,6 @@ class LineReader:
     @staticmethod
     def _shown(line: str) -> str:
         return _CURSOR.sub("", line).rstrip("\r").rsplit("\r", 1)[-1].rstrip()
-
-
-class Cell:
-    """The notebook cell (or the terminal) in which a run was started: where its workers' lines belong."""
-
-    def __init__(self) -> None:
-        self._shell: Any = None
-        if "ipykernel" in sys.modules:
-            from IPython.core.getipython import get_ipython
-
-            shell: Any = get_ipython()
-            if hasattr(shell, "set_thread_parent"):
-                self._shell, self._parent = shell, shell.get_parent()
-
-    def claim_thread(self) -> None:
-        """From now on, what the calling thread prints goes to this cell."""
-        if self._shell is not None:
-            self._shell.set_thread_parent(self._parent)
 
 
 def relay(readers: Sequence[tuple[LineReader, LineReader]], to_the_end: bool = False) -> list[LineReader]:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlab.events import Event
-from dlab.processes.cluster import Cluster, cluster
+from dlab.processes.cluster import Cluster, cluster, make_room
+from dlab.processes.errors import Stopped
+from dlab.processes.notebook import Cell
 from dlab.processes.run import Run, finish
+from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 
 class Race:
@@ -19,6 +22,10 @@ class Race:
         self.runs: dict[str, Run] = {name: run for name, run in contenders.items() if isinstance(run, Run)}
         self._functions = {name: each for name, each in contenders.items() if not isinstance(each, Run)}
         self._workers, self._stopped = workers, False
+        self._cell = Cell()
+        if not at_once:
+            for function in self._functions.values():
+                make_room(workers, _servers(function), self._cell)
         self._error: Exception | None = None
         self._delays: dict[int, float] = {}  # that were asked for, and knobs that were turned
         self._knobs: dict[str, Any] = {}
@@ -30,16 +37,13 @@ class Race:
         self._thread.start()
 
     def _go(self) -> None:
+        self._cell.claim_thread()
         try:
             for number, (name, function) in enumerate(self._functions.items()):
                 if self._stopped:
                     return
                 on = self._clusters[number] if self._clusters else cluster(self._workers, _servers(function))
-                run = self.runs[name] = on.start(function)
-                for rank, seconds in list(self._delays.items()):
-                    run.delay(rank, seconds)
-                for knob, value in list(self._knobs.items()):
-                    run.set(knob, value)
+                self._begin(name, function, on)
                 if not self._clusters:
                     self.runs[name]._done.wait()
             for run in list(self.runs.values()):
@@ -50,17 +54,37 @@ class Race:
             for each in self._clusters:
                 each.close()
 
-    def wait(self) -> dict[str, list[Any]]:
-        """The results of every run, by name; raises what a run raised."""
+    def _begin(self, name: str, function: Callable[[], Any], on: Cluster) -> None:
+        run = self.runs[name] = on.start(function)
+        run.part_of = self
+        for rank, seconds in list(self._delays.items()):
+            run.delay(rank, seconds)
+        for knob, value in list(self._knobs.items()):
+            run.set(knob, value)
+        if self._stopped:  # meanwhile
+            run.stop()
+
+    def wait(self, *, partial: bool = False) -> dict[str, list[Any]]:
+        """The results of every run, by name; raises what a run raised.
+
+        After `stop()` it raises `Stopped`; `partial=True` gives what there is of the runs that had begun, with None
+        for each rank that had not returned.
+        """
         try:
-            self._thread.join()
+            wait_until(end_of(self._thread))
         except KeyboardInterrupt:
             self.stop()
             raise
         finish(self.pictures)
         if self._error is not None:
             raise self._error
-        return {name: run.wait() for name, run in self.runs.items()}
+        missing = [name for name in self._functions if name not in self.runs]
+        if missing and not partial:
+            raise Stopped(
+                f"the race was stopped before {' and '.join(missing)} had begun: "
+                "wait(partial=True) gives what the others had returned by then"
+            )
+        return {name: run.wait(partial=partial) for name, run in self.runs.items()}
 
     def stop(self) -> None:
         """End the run that goes on, and begin no other."""
@@ -95,6 +119,11 @@ class Race:
         """`running sync`, or `finished`."""
         going = [name for name, run in list(self.runs.items()) if not run.done]
         return f"running {', '.join(going)}" if going else "finished" if self.done else "starting"
+
+    @property
+    def controls_wait(self) -> bool:
+        """Does the cell that runs keep the kernel from hearing what is done to the panel?"""
+        return controls_wait()
 
     @property
     def events(self) -> dict[str, list[Event]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
-from dlab.processes.errors import WorkerError, WorkerTimeout, name_ranks
+from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
+from dlab.processes.notebook import Cell, variable_of
 from dlab.processes.stacks import Where
+from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 if TYPE_CHECKING:
     from dlab.processes.cluster import Cluster
@@ -35,6 +37,8 @@ class Run:
         self.survives = survives  # does the function go on without ranks that have died?
         self.revives = revives  # does it go on with a new server in the place of one that has died?
         self.ranks, self.servers = cluster.workers, cluster.servers
+        self.cell = Cell()
+        self.part_of: Any = None  # the race that it is a part of
         self.started = time.time()
         self.ended: float | None = None
         self.knobs: dict[str, Any] = {}
@@ -58,12 +62,13 @@ class Run:
         self._make = make
         return self
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, *, partial: bool = False) -> Any:
         """The results by rank, when all ranks have returned.
 
         Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
-        Interrupting the kernel while it waits stops the run. After `stop()`, the ranks that had not returned give
-        None. Where the run is being drawn, the last picture is there when this returns.
+        Interrupting the kernel while it waits stops the run. After `stop()` it raises `Stopped`; `partial=True` gives
+        what there is instead, with None for each rank that had not returned. Where the run is being drawn, the last
+        picture is there when this returns.
         """
         try:
             try:
@@ -71,17 +76,19 @@ class Run:
             finally:
                 if self.done:
                     finish(self.pictures)
-            if self._make is None:
-                return results
-            if self._result is None:
-                self._result = self._make(results)
-            return self._result
         except KeyboardInterrupt:
             self._on_interrupt()
             raise
+        if self._stopped and not partial:
+            raise self._stopped_error()
+        if self._make is None:
+            return results
+        if self._result is None:
+            self._result = self._make(results)
+        return self._result
 
     def _wait(self, timeout: float | None, then_stop: bool) -> list[Any]:
-        if not self._done.wait(timeout):
+        if not wait_until(self._done.wait, timeout):
             places = self._supervisor.where(self)
             if places:
                 if then_stop:
@@ -91,7 +98,7 @@ class Run:
                 )
             self._done.wait()  # the last ranks came back just now
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # not with that of an earlier wait
         return self._results
 
     def _on_interrupt(self) -> None:
@@ -114,6 +121,13 @@ class Run:
             message += f"; {name_ranks(waiting)} waited for {name_ranks(busy)}"
         return WorkerTimeout(message, ranks, _tell(places))
 
+    def _stopped_error(self) -> Stopped:
+        seconds = (self.ended or self.started) - self.started
+        return Stopped(
+            f"{self.name} was stopped after {seconds:.1f} s, before its end: "
+            "wait(partial=True) gives what its ranks had returned by then"
+        )
+
     @property
     def done(self) -> bool:
         """Has it ended, in whatever way?"""
@@ -127,6 +141,20 @@ class Run:
         if self._error is not None:
             return "failed"
         return "stopped" if self._stopped else "finished"
+
+    def in_the_way(self) -> RuntimeError:
+        """For who wants to start another run on the same workers meanwhile: what goes on, and what to type."""
+        whole = self.part_of or self
+        name = variable_of(whole) or whole.__class__.__name__.lower()
+        return RuntimeError(
+            f"{self.name} has been running on this cluster for {time.time() - self.started:.0f} s: "
+            f"wait for it ({name}.wait()) or end it ({name}.stop()) first, or use another cluster"
+        )
+
+    @property
+    def controls_wait(self) -> bool:
+        """Does the cell that runs keep the kernel from hearing what is done to the panel?"""
+        return controls_wait()
 
     # --- disturbing
 
@@ -224,7 +252,7 @@ class Run:
 def finish(pictures: Iterable[threading.Thread]) -> None:
     """Wait until they are complete: a notebook that is executed as a whole keeps only what comes while a cell runs."""
     for each in pictures:
-        each.join(STILL)
+        wait_until(end_of(each), STILL)
 
 
 def _tell(places: dict[int, Where]) -> str:

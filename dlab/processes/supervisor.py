@@ -25,6 +25,7 @@ from dlab.processes.flight import Flight
 from dlab.processes.handle import Worker
 from dlab.processes.inbox import Inbox
 from dlab.processes.run import Run
+from dlab.processes.waiting import wait_until
 from dlab.processes.worker import WHERE, Seat
 
 EVENTS = 0.05  # seconds between two collections of events
@@ -55,26 +56,21 @@ class Supervisor(threading.Thread):
 
     def wait_until_ready(self) -> None:
         """Block until every worker has joined the first group."""
-        self._crew.came_up.wait()
+        wait_until(self._crew.came_up.wait)
         if self.failed:
             raise RuntimeError(self.failed)
 
     def launch(self, run: Run, message: wire.Message, again: Callable[[], wire.Message]) -> None:
         """Begin a run. Refused while another one goes on. `again` makes the message once more, for a new server."""
-        cell = output.Cell()
 
         def begin() -> None:
             if self.failed:
                 raise RuntimeError(self.failed)
             if self._flight is not None:
-                other = self._flight.run
-                raise RuntimeError(
-                    f"{other.name} has been running on this cluster for {time.time() - other.started:.0f} s: "
-                    "wait for it (run.wait()) or end it (run.stop()) first, or use another cluster"
-                )
+                raise self._flight.run.in_the_way()
             self.board.clear()
             self.desk.clear()
-            cell.claim_thread()
+            run.cell.claim_thread()
             self._flight = Flight(run, again)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
@@ -83,6 +79,12 @@ class Supervisor(threading.Thread):
             run._note(self._everybody, "running")
 
         self._inbox.ask(begin)
+
+    @property
+    def going(self) -> Run | None:
+        """The run that goes on now."""
+        flight = self._flight
+        return None if flight is None else flight.run
 
     def stop(self, run: Run) -> bool:
         """Interrupt every rank that has not returned. False if the run never began or has ended."""

@@ -56,6 +56,8 @@ class Watched(Protocol):
     def done(self) -> bool: ...
     @property
     def state(self) -> str: ...
+    @property
+    def controls_wait(self) -> bool: ...
     def stop(self) -> None: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -103,8 +105,9 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """`train: running`."""
-        return f"{self.run.name}: {self.run.state}"
+        """`train: running`, and whether the controls act now."""
+        waits = not self.run.done and self.run.controls_wait
+        return f"{self.run.name}: {self.run.state}{'; its controls wait for the cell that runs' if waits else ''}"
 
     def bundle(self) -> dict[str, Any]:
         """The still: a picture of each view, and where scripts may run, the replay of all of them in their place."""

@@ -1,0 +1,45 @@
+"""The notebook around a run: the cell that started it, and the name by which the notebook knows it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def find_shell() -> Any:
+    """The shell of this Jupyter kernel; None in a script or a terminal."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    return shell if hasattr(shell, "kernel") else None
+
+
+class Cell:
+    """The cell (or the terminal) in which a run was started: where its workers' lines belong."""
+
+    def __init__(self) -> None:
+        self._shell = find_shell()
+        self._parent: dict[str, Any] = {} if self._shell is None else self._shell.get_parent()
+        # a front end that gives cells no id still sends their text
+        identity = self._parent.get("metadata", {}).get("cellId") or self._parent.get("content", {}).get("code")
+        self._identity: str | None = identity
+        self._execution: str | None = self._parent.get("header", {}).get("msg_id")
+
+    def claim_thread(self) -> None:
+        """From now on, what the calling thread prints goes to this cell."""
+        if hasattr(self._shell, "set_thread_parent"):
+            self._shell.set_thread_parent(self._parent)
+
+    def is_run_again_by(self, later: Cell) -> bool:
+        """Is it the same cell, executed once more?"""
+        return self._identity is not None and self._identity == later._identity and self._execution != later._execution
+
+
+def variable_of(thing: object) -> str | None:
+    """The name that somebody has given to a thing in the notebook, as in `run = …`, else its output's, as in `_12`."""
+    shell = find_shell()
+    names = [] if shell is None else [name for name, value in list(shell.user_ns.items()) if value is thing]
+    lasting = [name for name in names if name.strip("_")]  # `_` is soon another output
+    return min(lasting, key=lambda name: name.startswith("_"), default=None)

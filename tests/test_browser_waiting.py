@@ -1,0 +1,88 @@
+"""In a real browser: the controls of a panel act while a later cell waits for its run."""
+
+import re
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
+
+from browser import NoBrowser, Server, open_browser
+from kernels import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SETUP = """
+import time
+import dlab
+
+def work():
+    while not dlab.knob("enough", False):
+        time.sleep(0.01)
+        dlab.log(step=0)
+    print("worker")
+    return "done"
+
+cluster, order = dlab.cluster(2), []
+"""
+START = "run = cluster.start(work)\nrun"
+WAIT = "print('waiting')\nprint(run.wait())\norder.append('waited')"
+NEXT = "print('next')\norder.append('next')"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("jupyter"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(server):
+    try:
+        with open_browser(server) as chromium:
+            yield chromium
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
+
+
+def text(notebook, number):
+    """What is printed below a cell."""
+    outputs = notebook.cells()[number]["outputs"]
+    return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+
+
+def test_pause_resume_and_a_knob_act_while_the_next_cell_waits(server, chromium):
+    name = server.write("waiting.ipynb", SETUP, START, WAIT, NEXT)
+    with chromium.notebook(name) as notebook:
+        notebook.run_cell(0)
+        notebook.run_cell(1)
+        panel = notebook.output(1)
+        panel.get_by_text("work: running").wait_for()
+        panel.get_by_role("checkbox").wait_for()
+        notebook.page.evaluate(
+            """() => {
+                const notebook = jupyterapp.shell.currentWidget.content;
+                notebook.activeCellIndex = 2;
+                jupyterapp.commands.execute('notebook:run-cell');
+                notebook.activeCellIndex = 3;
+                jupyterapp.commands.execute('notebook:run-cell');
+            }"""
+        )
+        eventually(lambda: text(notebook, 2) == "waiting\n")
+        panel = notebook.output(1)
+        notebook.press(panel, "pause")
+        panel.get_by_text("work: paused").wait_for()
+        notebook.press(panel, "pause")
+        panel.get_by_text("work: running").wait_for()
+        notebook.press(panel, "pause")
+        panel.get_by_text("work: paused").wait_for()
+        notebook.press(panel, "pause")
+        panel.get_by_text("work: running").wait_for()
+        assert text(notebook, 2) == "waiting\n", "it still waits"
+        assert text(notebook, 3) == "", "and the next cell waits for it"
+        panel.get_by_role("checkbox").click()
+        eventually(lambda: text(notebook, 3) == "next\n")
+        assert text(notebook, 2) == "waiting\n['done', 'done']\n"
+        assert sorted(re.findall(r"\[rank \d\] worker", text(notebook, 1))) == ["[rank 0] worker", "[rank 1] worker"]
+        assert notebook.ask("order") == ["waited", "next"]
+        assert notebook.failures() == []
