@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
+from dlab.processes.board import Knobs
 from dlab.processes.errors import WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
 from dlab.processes.stacks import Where
@@ -35,7 +36,9 @@ class Run:
         self.ranks, self.servers = cluster.workers, cluster.servers
         self.started = time.time()
         self.ended: float | None = None
-        self.knobs: dict[str, Any] = {}
+        self.knobs: dict[str, Any] = {}  # those that were set
+        self.factors: dict[str, float] = {}  # by which knobs are multiplied
+        self.delays: dict[int, float] = {}  # by rank, in seconds
         self.paused = False
         self._done = threading.Event()
         self._results: list[Any] = [None] * self.ranks
@@ -155,7 +158,17 @@ class Run:
         """Turn a knob: `dlab.knob(name, default)` in the workers gives this value from now on."""
         if not isinstance(name, str):
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
-        self._supervisor.set_knobs(self, {**self.knobs, name: value})
+        self._supervisor.turn(self, {name: value}, {name: 1})
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply a knob: `dlab.knob(name, default)` gives its own value, set or default, times this from now on."""
+        if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+            raise ValueError(f"{name} cannot be multiplied by {factor!r}: give a number above 0")
+        self._supervisor.turn(self, {}, {name: factor})
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """What `dlab.knob(name, default)` gives in the workers now."""
+        return Knobs(self.knobs, self.factors).get(name, default)
 
     def _check(self, rank: int, ranks: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < ranks:
