@@ -37,6 +37,12 @@ def logs(run):
 def declared(run):
     return sorted((event.rank, repr(event.data)) for event in run.events if event.kind == "knob")
 
+def leave_early():
+    for step in range(20):
+        dlab.log(step=step, loss=1 / (step + 1))
+    while dlab.rank() == 1 and not dlab.knob("enough"):
+        time.sleep(0.01)
+
 def fast():
     raced(0.05)
 
@@ -50,11 +56,12 @@ def raced(rate):
         dlab.log(step=step, loss=1 / step, rate=dlab.knob("lr", rate))
         time.sleep(0.01)
 """
-TRAIN, WORK, RACE = 1, 2, 3
+TRAIN, WORK, RACE, EARLY = 1, 2, 3, 4
 CELLS = (
     "run = begin(lr)\nrun.delay(0, 0.25)\nrun",
     "run = cluster.start(work)\nrun",
     'run = race = dlab.race({"fast": fast, "slow": slow}, workers=2)\nrace',
+    "run = cluster.start(leave_early)\nrun",
 )
 
 
@@ -205,6 +212,23 @@ def test_one_slider_multiplies_what_each_run_of_a_race_has(notebook):
     shows(panel, "lr", "×2")
     assert notebook.ask(rates % "slow") == [0.025]
     assert notebook.ask("[each.knobs for each in race.runs.values()]") == [{"enough": True}, {}]
+
+
+def test_a_rank_that_is_done_says_so_and_cannot_be_killed(notebook):
+    panel = start(notebook, EARLY)
+    ranks = panel.locator("figure[data-view=ranks]")
+    eventually(lambda: ranks.get_attribute("data-states") == "finished running")
+    words = ranks.locator("canvas").get_attribute("aria-label")
+    assert words.startswith("rank 0 finished, step 19; rank 1 running"), words
+    notebook.press(panel, "kill")
+    panel.get_by_text("rank 0 does not run any more: there is nothing to kill").wait_for()
+    notebook.press(panel, "pause")  # the panel goes on
+    panel.get_by_role("button", name="resume", exact=True).wait_for()
+    panel.get_by_text("nothing to kill").wait_for(state="hidden")
+    notebook.press(panel, "stop")
+    page = panel.frame_locator("iframe").locator("figure[data-view=ranks]")
+    eventually(lambda: page.get_attribute("data-states") == "finished stopped")
+    assert notebook.ask("run.state") == "stopped"
 
 
 def test_no_label_is_cut_and_all_is_on_a_small_screen(notebook):
