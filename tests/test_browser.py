@@ -218,7 +218,7 @@ def test_pause_freezes_every_rank(small):
     counts = small.ask("[len(logs(rank)) for rank in range(4)]")
     time.sleep(0.3)
     assert small.ask("[len(logs(rank)) for rank in range(4)]") == counts
-    small.press(panel, "pause")
+    small.press(panel, "resume")
     eventually(lambda: min(small.ask("[len(logs(rank)) for rank in range(4)]")) > max(counts))
 
 
@@ -374,7 +374,7 @@ def test_the_tour_runs_from_top_to_bottom(server, chromium):
         page = replayed(tour.output(cell))
         for view in ("ranks", "curves", "throughput", "timeline"):
             figure(page, view).and_(page.locator("[data-drawn]")).wait_for()
-        assert states(page) == ["returned"] * 4
+        assert states(page) == ["finished"] * 4
         widths = {view: figure(page, view).bounding_box()["width"] for view in ("ranks", "curves", "timeline")}
         assert widths["timeline"] == widths["ranks"] > 1.9 * widths["curves"], widths
 

@@ -13,7 +13,7 @@ from dlab.bench.rows import AtMost, Row, row
 from dlab.processes.cluster import Cluster
 from dlab.processes.run import Run
 from dlab.strategies import AllReduceSGD
-from dlab.views.panel import Live, Panel, controls
+from dlab.views.panel import Live, Panel
 
 WORKERS, WINDOW = 4, 1.5  # seconds
 
@@ -39,7 +39,7 @@ def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], 
 
     Without a notebook the panel's messages go nowhere, but they are made.
     """
-    live = Live(Panel(run), DisplayHandle(), controls)
+    live = Live(Panel(run), DisplayHandle())
     live.keep_up(time.monotonic() + WINDOW)  # the first steps are slow
     before = time.thread_time()
     watched, alone = alternate(lambda: _look(live), _look_away, rounds=rounds)

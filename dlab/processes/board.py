@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlab.events import RING_BYTES, EventRing
 from dlab.transports.bells import Bell
@@ -73,6 +73,21 @@ class Desk:
         return memoryview(mmap.mmap(self.file, self._size))
 
 
+class Knobs(NamedTuple):
+    """What was turned: values by name, and factors, which multiply that value or, where there is none, the default."""
+
+    values: dict[str, Any]
+    factors: dict[str, float]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A knob's value now; nothing is computed where the factor is 1, and whole numbers stay whole."""
+        value, factor = self.values.get(name, default), self.factors.get(name, 1)
+        if factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        product = float(f"{value * factor:.12g}")  # 0.08, not 0.08000000000000002
+        return round(product) if isinstance(value, int) else product
+
+
 class Board:
     """Knobs, a delay per rank, and an event ring per rank, in one anonymous shared-memory file."""
 
@@ -88,16 +103,16 @@ class Board:
         self.delays = memory[_KNOBS : _KNOBS + 8 * ranks].cast("d")
         rings = memory[_KNOBS + _DELAYS :]
         self.rings = [EventRing(rings[rank * RING_BYTES : (rank + 1) * RING_BYTES]) for rank in range(ranks)]
-        self._seen, self._values = -1, dict[str, Any]()
+        self._seen, self._values = -1, Knobs({}, {})
 
     def clear(self) -> None:
         """A clean board for the next run; while no worker runs."""
-        self.write({})
+        self.write(Knobs({}, {}))
         for rank, ring in enumerate(self.rings):
             self.delays[rank] = 0.0
             ring.clear()
 
-    def write(self, knobs: dict[str, Any]) -> None:
+    def write(self, knobs: Knobs) -> None:
         """Replace all knobs. Only the parent writes; an odd version says that it is writing."""
         try:
             text = json.dumps(knobs).encode()
@@ -110,12 +125,12 @@ class Board:
         self._version[1] = len(text)
         self._version[0] += 1
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Knobs:
         """The knobs as they are now."""
         while self._version[0] != self._seen:
             version = self._version[0]
             text = bytes(self._knobs[: self._version[1]])
             if version % 2 == 0 and version == self._version[0]:
-                self._values = json.loads(text) if text else {}
+                self._values = Knobs(*json.loads(text)) if text else Knobs({}, {})
                 self._seen = version
         return self._values

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
+from dlab.processes.board import Knobs
 from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
 from dlab.processes.notebook import Cell, variable_of
@@ -41,7 +42,9 @@ class Run:
         self.part_of: Any = None  # the race that it is a part of
         self.started = time.time()
         self.ended: float | None = None
-        self.knobs: dict[str, Any] = {}
+        self.knobs: dict[str, Any] = {}  # those that were set
+        self.factors: dict[str, float] = {}  # by which knobs are multiplied
+        self.delays: dict[int, float] = {}  # by rank, in seconds
         self.paused = False
         self._done = threading.Event()
         self._results: list[Any] = [None] * self.ranks
@@ -190,8 +193,18 @@ class Run:
         """
         if not isinstance(name, str):
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
-        self._supervisor.set_knobs(self, {**self.knobs, name: value})
+        self._supervisor.turn(self, {name: value}, {name: 1})
         self._note_unknown_knob(name)
+
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply a knob: `dlab.knob(name, default)` gives its own value, set or default, times this from now on."""
+        if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+            raise ValueError(f"{name} cannot be multiplied by {factor!r}: give a number above 0")
+        self._supervisor.turn(self, {}, {name: factor})
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """What `dlab.knob(name, default)` gives in the workers now."""
+        return Knobs(self.knobs, self.factors).get(name, default)
 
     @property
     def declared(self) -> dict[str, Any]:

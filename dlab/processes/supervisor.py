@@ -18,7 +18,7 @@ from typing import Any
 from dlab.backend import using
 from dlab.events import Records, encode
 from dlab.processes import errors, output, stacks, wire
-from dlab.processes.board import Board, Desk
+from dlab.processes.board import Board, Desk, Knobs
 from dlab.processes.crew import Crew
 from dlab.processes.errors import Report
 from dlab.processes.flight import Flight
@@ -69,6 +69,7 @@ class Supervisor(threading.Thread):
             if self._flight is not None:
                 raise self._flight.run.in_the_way()
             self.board.clear()
+            self.board.write(Knobs(run.knobs, run.factors))
             self.desk.clear()
             run.cell.claim_thread()
             self._flight = Flight(run, again)
@@ -77,6 +78,8 @@ class Supervisor(threading.Thread):
                     message.send(worker.channel)
                 worker.busy = True
             run._note(self._everybody, "running")
+            for rank, seconds in run.delays.items():
+                self._set_delay(run, rank, seconds)
 
         self._inbox.ask(begin)
 
@@ -116,23 +119,25 @@ class Supervisor(threading.Thread):
 
     def delay(self, run: Run, rank: int, seconds: float) -> None:
         """Set the delay of one rank."""
+        self._inbox.ask(lambda: self._during(run, lambda: self._set_delay(run, rank, seconds)))
 
-        def write() -> None:
-            self.board.delays[rank] = float(seconds)
+    def _set_delay(self, run: Run, rank: int, seconds: float) -> None:
+        run.delays[rank] = seconds
+        self.board.delays[rank] = float(seconds)
+        if self.workers[rank].busy:  # one that has returned stays so
             self._note_delay(run, rank)
-
-        self._inbox.ask(lambda: self._during(run, write))
 
     def _note_delay(self, run: Run, rank: int) -> None:
         seconds = self.board.delays[rank]
         run._note([rank], *(("delayed", f"{seconds:g} s in each step") if seconds else ("running",)))
 
-    def set_knobs(self, run: Run, knobs: dict[str, Any]) -> None:
-        """Replace the run's knobs."""
+    def turn(self, run: Run, values: dict[str, Any], factors: dict[str, float]) -> None:
+        """Turn some of the run's knobs."""
 
         def write() -> None:
+            knobs = Knobs({**run.knobs, **values}, {**run.factors, **factors})
             self.board.write(knobs)
-            run.knobs = knobs
+            run.knobs, run.factors = knobs
 
         self._inbox.ask(lambda: self._during(run, write))
 

@@ -7,7 +7,6 @@ run has ended it leaves a still picture in the place of the widgets, and no thre
 from __future__ import annotations
 
 import html
-import math
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from IPython.display import DisplayHandle
 
 from dlab.events import Event, Records
 from dlab.views.columns import Arrivals
+from dlab.views.controls import RaceControls, RunControls, close_all
 from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
@@ -38,9 +38,6 @@ MOST = min(0.1, 0.015 * len(os.sched_getaffinity(0)))
 LONGEST = 1.0  # … by not more than so many seconds
 ANSWER = 2.0  # seconds in which a page says that it is still there
 
-Do = Callable[[Callable[[], object]], None]  # what carries out a wish
-Controls = Callable[[Any, Do], list[widgets.Widget]]
-
 
 class Watched(Protocol):
     """What a panel needs of a run."""
@@ -49,6 +46,8 @@ class Watched(Protocol):
     ranks: int
     servers: int
     states: list[Event]
+    paused: bool
+    delays: dict[int, float]
     pictures: list[threading.Thread]
 
     def since(self, place: int) -> tuple[list[Records], int]: ...
@@ -64,10 +63,13 @@ class Watched(Protocol):
     def kill(self, rank: int) -> None: ...
     def delay(self, rank: int, seconds: float) -> None: ...
     def set(self, name: str, value: Any) -> None: ...
+    def value(self, name: str, default: Any) -> Any: ...
 
 
 class Panel:
     """The views that fit a run's events, and what one can do to it."""
+
+    controls: type[RunControls] = RunControls
 
     def __init__(self, run: Watched) -> None:
         self.run: Any = run
@@ -86,12 +88,8 @@ class Panel:
         arrived = Arrivals(states, records)
         for view in self.views:
             view.add(arrived)
-        self._learn_knobs(arrived)
-
-    def _learn_knobs(self, arrived: Arrivals) -> None:
-        self.knobs.update(
-            {event.data["name"]: event.data["default"] for event in arrived.others if event.kind == "knob"}
-        )
+        for name, default in _declared(arrived):
+            self.knobs.setdefault(name, default)
 
     @property
     def shown(self) -> list[View]:
@@ -125,7 +123,9 @@ class Panel:
 
 
 class RacePanel(Panel):
-    """The losses of several runs on one chart."""
+    """The losses of several runs on one chart; its controls are for the run that goes on and those to come."""
+
+    controls = RaceControls
 
     def __init__(self, race: Any) -> None:
         self.run, self._curves = race, LossCurves({}, by=race.by)
@@ -140,25 +140,31 @@ class RacePanel(Panel):
             records, self._read[name] = run.since(self._read.get(name, 0))
             arrived = Arrivals(records=records)
             self._curves.add(arrived, name)
-            self._learn_knobs(arrived)
+            for knob, default in _declared(arrived):  # each run has its own
+                self.knobs.setdefault(knob, {}).setdefault(name, default)
+
+
+def _declared(arrived: Arrivals) -> list[tuple[str, Any]]:
+    """Knobs, with their defaults."""
+    return [(event.data["name"], event.data["default"]) for event in arrived.others if event.kind == "knob"]
 
 
 def show_live(run: Watched) -> threading.Thread | None:
     """Show a run below the cell, with controls, and keep it up to date until it ends; the cell returns at once."""
-    return _show(Panel(run), controls)
+    return _show(Panel(run))
 
 
 def show_race(race: Any) -> threading.Thread | None:
-    """The same for a race; its controls are for the run that goes on and those to come."""
-    return _show(RacePanel(race), race_controls)
+    """The same for a race."""
+    return _show(RacePanel(race))
 
 
-def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
+def _show(panel: Panel) -> threading.Thread | None:
     handle = DisplayHandle()
     if panel.run.done:
         handle.display(panel.bundle(), raw=True)
         return None
-    live = Live(panel, handle, make_controls)
+    live = Live(panel, handle)
     handle.display(live.box)
     thread = threading.Thread(target=live.follow, name="dlab-panel", daemon=True)
     panel.run.pictures.append(thread)
@@ -166,78 +172,18 @@ def _show(panel: Panel, make_controls: Controls) -> threading.Thread | None:
     return thread
 
 
-def controls(run: Watched, do: Do) -> list[widgets.Widget]:
-    """Pause, stop, and for one rank at a time: delay and kill. `do` gets what is to be done."""
-    pause = widgets.ToggleButton(description="pause", tooltip="freeze every rank, and go on", layout={"width": "90px"})
-    whom, delay = delays(run, do, run.servers)
-
-    def kill() -> None:
-        rank = whom.value
-        do(lambda: run.kill(rank))
-
-    pause.observe(lambda change: do(run.pause if change["new"] else run.resume), "value")
-    stop = _button("stop", "end the run on every rank", lambda: do(run.stop))
-    return [pause, stop, whom, delay, _button("kill", "kill this rank's process, as a crash would", kill)]
-
-
-def race_controls(race: Any, do: Do) -> list[widgets.Widget]:
-    """Stop, and delay of one rank at a time."""
-    return [_button("stop", "end the race", lambda: do(race.stop)), *delays(race, do)]
-
-
-def delays(run: Any, do: Do, servers: int = 0) -> tuple[widgets.Dropdown, widgets.FloatSlider]:
-    """A rank to choose, and how long it sleeps in each step."""
-    ranks = [(f"rank {rank}", rank) for rank in range(run.ranks)]
-    ranks += [(f"server {server}", run.ranks + server) for server in range(servers)]
-    whom = widgets.Dropdown(options=ranks, layout={"width": "90px"})
-    delay = widgets.FloatSlider(description="delay (s)", max=1.0, step=0.05, layout={"width": "300px"})
-    chosen: dict[int, float] = {}
-
-    def set_delay(change: Any) -> None:
-        rank, seconds = whom.value, change["new"]
-        if chosen.get(rank, 0.0) != seconds:  # else the slider has only moved because another rank was chosen
-            chosen[rank] = seconds
-            do(lambda: run.delay(rank, seconds))
-
-    def choose(change: Any) -> None:
-        delay.value = chosen.get(change["new"], 0.0)
-        delay.disabled = change["new"] >= run.ranks  # a server has no steps
-
-    delay.observe(set_delay, "value")
-    whom.observe(choose, "value")
-    return whom, delay
-
-
-def _button(name: str, tooltip: str, press: Callable[[], object]) -> widgets.Widget:
-    button = widgets.Button(description=name, tooltip=tooltip, layout={"width": "90px"})
-    button.on_click(lambda _: press())
-    return button
-
-
 class Live:
     """A panel while its run goes on: widgets, and the loop that serves them."""
 
-    def __init__(self, panel: Panel, handle: DisplayHandle, make_controls: Controls) -> None:
+    def __init__(self, panel: Panel, handle: DisplayHandle) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._screen = Screen()
         self._title = widgets.Label(panel.title)
-        row = {"flex_flow": "row wrap", "align_items": "center"}
-        self._knobs = widgets.HBox(layout=row)
-        self._known: set[str] = set()
-        self._buttons = widgets.HBox(make_controls(panel.run, self._wishes.put), layout=row)
-        self.box = widgets.VBox([self._title, self._buttons, self._knobs, self._screen])
-
-    def _add_knobs(self) -> None:
-        """A control for each knob that the run has declared since."""
-        for name in self.panel.knobs.keys() - self._known:
-            self._known.add(name)
-            control = knob_control(name, self.panel.knobs[name])
-            control.observe(lambda change, name=name: self._turn(name, change["new"]), "value")
-            self._knobs.children = (*self._knobs.children, control)
-
-    def _turn(self, name: str, value: Any) -> None:
-        self._wishes.put(lambda: self._run.set(name, value))
+        self._controls = panel.controls(panel.run, self._wishes.put)
+        self._sentence = widgets.Label(layout={"display": "none"}, style={"text_color": "var(--jp-error-color1, red)"})
+        self._controls.buttons.children += (self._title,)  # at the end: nothing moves when it grows
+        self.box = widgets.VBox([self._controls.buttons, self._controls.knobs, self._sentence, self._screen])
 
     def follow(self) -> None:
         """Until the run has ended; whatever happens, the widgets go and a still stays."""
@@ -255,15 +201,16 @@ class Live:
         while not done and time.monotonic() < until:
             asked = self._obey(PERIOD)
             done = self._run.done  # asked before the events are taken in: the last picture must be complete
+            self._controls.mirror(self.panel.knobs)
             if asked or done or time.monotonic() >= due:
                 self.panel.take_in()
-                self._add_knobs()
                 self._title.value = self.panel.title
                 self._screen.show(self.panel.parts, last=done)
                 spent, drawn = time.thread_time() - drawn, time.thread_time()
                 due = time.monotonic() + min(LONGEST, spent / MOST) - PERIOD / 2
 
     def _leave_still(self) -> None:
+        self._controls.disable()
         still = self.panel.bundle()
         self.handle.update(still, raw=True)
         # a page that was loaded anew, or that will be, does not know the handle; it finds the box by its name
@@ -272,11 +219,11 @@ class Live:
 
     def close(self) -> None:
         """The widgets go, but for a box that has the still in it."""
-        for widget in (self._title, self._buttons, self._knobs, self._screen):
-            _close(widget)
-        if self._title in self.box.children:
+        shows_still = self._screen not in self.box.children
+        close_all([self._controls.buttons, self._controls.knobs, self._sentence, self._screen])
+        if not shows_still:
             self.box.children = ()
-            _close(self.box)
+            close_all([self.box])
 
     def _obey(self, wait: float) -> bool:
         """Do what was asked for, if anything was; the first wish ends the wait for the next frame."""
@@ -287,29 +234,13 @@ class Live:
             except Empty:
                 return asked
             asked = True
-            wish()
+            try:
+                wish()
+            except Exception as problem:  # whatever it is, the run goes on and its panel with it
+                self._say(str(problem) or type(problem).__name__)
+            else:
+                self._say("")
 
-
-def knob_control(name: str, value: Any) -> widgets.Widget:
-    """A control that suits a knob's value."""
-    wide = {"width": "300px"}
-    if isinstance(value, bool):
-        return widgets.Checkbox(value, description=name)
-    if isinstance(value, int):
-        return widgets.IntSlider(value, min=0, max=max(10, 4 * value), description=name, layout=wide)
-    if isinstance(value, float) and value > 0:
-        power = round(math.log10(value))
-        return widgets.FloatLogSlider(value, min=power - 2, max=power + 2, description=name, layout=wide)
-    if isinstance(value, float):
-        return widgets.FloatText(value, description=name)
-    return widgets.Text(str(value), description=name, continuous_update=False)
-
-
-def _close(widget: widgets.Widget) -> None:
-    """With all its parts: a widget that nobody closes is kept for ever."""
-    for child in getattr(widget, "children", ()):
-        _close(child)
-    for part in (getattr(widget, "layout", None), getattr(widget, "style", None)):
-        if isinstance(part, widgets.Widget):
-            part.close()
-    widget.close()
+    def _say(self, sentence: str) -> None:
+        self._sentence.value = sentence
+        self._sentence.layout.display = None if sentence else "none"

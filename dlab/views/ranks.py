@@ -1,4 +1,4 @@
-"""The ranks at a glance: running, waiting for whom, slow, paused, dead; and how far each has got."""
+"""The ranks at a glance: running, waiting for whom, slow, paused, finished, dead; and how far each has got."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOKS = {
     "slow": ("#E69F00", "!"),
     "delayed": ("#E69F00", "!"),
     "paused": ("#8a8a8a", "❚❚"),
-    "returned": ("#0072B2", "✓"),
+    "finished": ("#0072B2", "✓"),
     "stopped": ("#8a8a8a", "■"),
     "failed": ("#D55E00", "✗"),
     "dead": ("#D55E00", "✗"),
@@ -67,7 +67,8 @@ class Ranks(View):
         waiting, slow = self._timeline.waiting(), self._timeline.slow()
         rows = []
         for rank, last in sorted(self._states.items()):
-            state, words = last["state"], " ".join(filter(None, [last["state"], last.get("why", "")]))
+            state = "finished" if last["state"] == "returned" else last["state"]
+            words = " ".join(filter(None, [state, last.get("why", "")]))
             if state == "dead":
                 words = f"dead: {last['why']}"
             elif state == "running" and rank in waiting:
