@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dlab.transports.waiting import name_ranks
+
 _OURS = os.path.dirname(__file__) + os.sep
 
 
@@ -112,17 +114,3 @@ def end_of(exitcode: int | None) -> str:
         return f"was killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
     except ValueError:
         return f"was killed by signal {-exitcode}"
-
-
-def name_ranks(ranks: Sequence[int], workers: int | None = None) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`; those after the last of so many workers are servers: `rank 2 and server 0`."""
-    servers = [rank - workers for rank in ranks if workers is not None and rank >= workers]
-    ranks = ranks[: len(ranks) - len(servers)]
-    names = [_name(role, numbers) for role, numbers in (("rank", ranks), ("server", servers)) if numbers]
-    return " and ".join(names)
-
-
-def _name(role: str, numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"{role} {numbers[0]}"
-    return f"{role}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

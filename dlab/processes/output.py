@@ -90,6 +90,7 @@ class Cell:
 
     def __init__(self) -> None:
         self._shell: Any = None
+        self._line: Any = None  # that is rewritten
         if "ipykernel" in sys.modules:
             from IPython.core.getipython import get_ipython
 
@@ -101,6 +102,19 @@ class Cell:
         """From now on, what the calling thread prints goes to this cell."""
         if self._shell is not None:
             self._shell.set_thread_parent(self._parent)
+
+    def rewrite(self, text: str, changed: bool) -> None:
+        """Show a line in the place of the one that was shown before; a terminal gets it only if it has changed."""
+        if self._shell is None:
+            if changed:
+                print(text, file=sys.stderr, flush=True)
+        elif self._line is None:
+            from IPython.display import DisplayHandle
+
+            self._line = DisplayHandle()
+            self._line.display({"text/plain": text}, raw=True)
+        else:
+            self._line.update({"text/plain": text}, raw=True)
 
 
 def relay(readers: Sequence[tuple[LineReader, LineReader]], to_the_end: bool = False) -> list[LineReader]:

@@ -1,0 +1,197 @@
+"""A hang names itself: who waits for whom, in what, at which line of the user's; and nobody else is taken for one."""
+
+import inspect
+import re
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from kernels import Kernel, eventually
+
+import dlab
+from dlab.collectives import ring_allreduce
+from dlab.processes import hangs, inside
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
+
+WORKERS = 3  # of the cluster
+BIG = 1 << 20  # numbers: four times what a ring has room for
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(hangs, "SECONDS", 0.5)
+
+
+def hang_of(run):
+    """What a run that hangs has told, as one sentence, and the words of each rank."""
+    event = eventually(lambda: [event for event in run.states if event.kind == "hang"], seconds=60)[0]
+    return event.data["why"], {row["rank"]: row["words"] for row in event.data["ranks"]}
+
+
+def line(function, code):
+    """How a line of a function is shown."""
+    lines, first = inspect.getsourcelines(function)
+    number, text = next((first + number, text.strip()) for number, text in enumerate(lines) if code in text)
+    return f"line {number} of {function.__name__}: {text}"
+
+
+# ------------------------------------------------------------------------------------- who waits for whom
+
+
+def recv_first():
+    transport, x = dlab.transport(), torch.zeros(4)
+    transport.recv(x, (dlab.rank() + 1) % dlab.world_size())
+    transport.send(x, (dlab.rank() - 1) % dlab.world_size())
+
+
+def send_first():
+    transport, x = dlab.transport(), torch.zeros(BIG)
+    transport.send(x, (dlab.rank() + 1) % dlab.world_size())
+    transport.recv(x, (dlab.rank() - 1) % dlab.world_size())
+
+
+def all_reduce_on_rank_0():
+    if dlab.rank() == 0:
+        dlab.allreduce(torch.ones(8))
+
+
+def all_reduce_while_others_are_at_a_barrier():
+    dlab.allreduce(torch.ones(8))
+    if dlab.rank() == 0:
+        dlab.allreduce(torch.ones(8))
+    else:
+        dist.barrier()
+
+
+def gloo_circle():
+    dist.recv(torch.zeros(1), (dlab.rank() + 1) % dlab.world_size())
+
+
+def ring_in_another_order():
+    transport = dlab.transport()
+    if dlab.rank() == 0:
+        transport.recv(torch.zeros(1), 1)
+    ring_allreduce(torch.ones(BIG), transport)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("function", "why", "words"),
+    [
+        (
+            recv_first,
+            "each waits for the next: 0 → 1 → 2 → 0",
+            {rank: (f"in recv for rank {(rank + 1) % 3}", "transport.recv") for rank in range(3)},
+        ),
+        (
+            send_first,
+            "each waits for the next: 0 → 1 → 2 → 0",
+            {rank: (f"in send for rank {(rank + 1) % 3}", "transport.send") for rank in range(3)},
+        ),
+        (
+            all_reduce_on_rank_0,
+            "ranks 1 and 2 have returned",
+            {0: ("in allreduce for rank 1", "dlab.allreduce")},
+        ),
+        (
+            all_reduce_while_others_are_at_a_barrier,
+            "all wait for each other",
+            {0: ("in allreduce for ranks 1 and 2", "    dlab.allreduce"), 1: ("in barrier", "dist.barrier")},
+        ),
+        (gloo_circle, "all wait for each other", {rank: ("in recv", "dist.recv") for rank in range(3)}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_hang_says_who_waits_for_whom_in_what_and_where(started, capsys, function, why, words):
+    run = started(function)
+    found, told = hang_of(run)
+    assert found == why
+    for rank, (how, code) in words.items():
+        assert told[rank] == f"waiting {how}, {line(function, code)}"
+    assert not run.done, "it goes on"
+    assert run.state == "running"
+    text = capsys.readouterr().err
+    assert text.count("no rank has made progress for") == 1
+    assert "dlab/" not in text
+
+
+@pytest.mark.usefixtures("soon")
+def test_of_two_ranks_that_receive_first_each_waits_for_the_other():
+    with dlab.Cluster(2) as cluster:
+        run = cluster.start(recv_first)
+        assert hang_of(run)[0] == "each waits for the next: 0 → 1 → 0"
+
+
+@pytest.mark.usefixtures("soon")
+def test_rings_in_another_order_are_told_by_the_line_that_called_them(started):
+    run = started(ring_in_another_order)
+    _, told = hang_of(run)
+    assert told[0].startswith("waiting in recv for rank 1, line "), told
+    assert {told[rank].split(", line")[1].split(": ")[1] for rank in (1, 2)} == {"ring_allreduce(torch.ones(BIG), transport)"}
+    assert told[1].startswith("waiting in ring_allreduce for rank "), told
+
+
+# ------------------------------------------------------------------------------------- stores, servers, strategies
+
+
+def pull_what_rank_1_does_not_push():
+    kv = dlab.kvstore.create("dist_sync")
+    kv.init("w", torch.zeros(4))
+    if dlab.rank() == 0:
+        kv.push("w", torch.ones(4))
+        kv.pull("w", torch.zeros(4))
+    else:
+        dlab.transport().recv(torch.zeros(1), 0)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_pull_waits_for_a_server_and_the_server_for_who_has_not_pushed():
+    with dlab.Cluster(2, servers=1) as cluster:
+        run = cluster.start(pull_what_rank_1_does_not_push)
+        why, told = hang_of(run)
+        assert why == "each waits for the next: 0 → server 0 → 1 → 0"
+        assert told[0].startswith("waiting in pull for server 0, line "), told
+        assert told[2] == "waiting for rank 1 to push key 'w'"
+        run.stop()
+        late = cluster.start(lambda: pull_what_rank_1_does_not_push() if dlab.rank() == 0 else only_init())
+        assert hang_of(late)[0] == "rank 1 has returned"
+
+
+def only_init():
+    dlab.kvstore.create("dist_sync").init("w", torch.zeros(4))
+
+
+
+def loss_in_which_rank_1_gets_stuck(output, label):
+    calls = inside.once(list)
+    calls.append(1)
+    if dlab.rank() == 1 and len(calls) > 3:
+        dist.recv(torch.zeros(1), 0)
+    return torch.nn.functional.cross_entropy(output, label)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("strategy", "wait", "why"),
+    [
+        (dlab.AllReduceSGD(), "for rank 1 to fill in piece 0 of the gradient", ""),
+        (dlab.SyncSGD(allreduce=ring_allreduce), "to receive from rank 1", ""),
+        (dlab.AsyncSGD(room=2), "for rank 1 to write or read a letter", ""),
+        (dlab.ParameterServer(mode="sync"), "for server 0 to answer its pull of key 0", "each"),
+    ],
+    ids=["AllReduceSGD", "SyncSGD", "AsyncSGD", "ParameterServer"],
+)
+def test_in_a_function_of_dlab_the_wait_and_the_step_are_told_and_no_line(strategy, wait, why):
+    data = torch.utils.data.TensorDataset(torch.randn(512, 100), torch.randint(0, 10, (512,)))
+    servers = 1 if isinstance(strategy, dlab.ParameterServer) else 0
+    with dlab.Cluster(2, servers=servers) as cluster:
+        run = dlab.train(
+            dlab.TwoLayer, data, strategy, workers=2, batch_size=16, loss=loss_in_which_rank_1_gets_stuck, on=cluster
+        )
+        _, told = hang_of(run)
+        assert told[1] == f"waiting in recv, {line(loss_in_which_rank_1_gets_stuck, 'dist.recv')}"
+        assert re.fullmatch(rf"waiting {wait}, after step \d+", told[0]), told[0]
