@@ -28,7 +28,9 @@ def soon(monkeypatch):
 
 def hang_of(run):
     """What a run that hangs has told, as one sentence, and the words of each rank."""
-    event = eventually(lambda: [event for event in run.states if event.kind == "hang"], seconds=60)[0]
+    eventually(lambda: run.done or any(event.kind == "hang" for event in run.states))
+    assert not run.done, run.wait()
+    event = next(event for event in run.states if event.kind == "hang")
     return event.data["why"], {row["rank"]: row["words"] for row in event.data["ranks"]}
 
 
@@ -62,7 +64,7 @@ def all_reduce_on_rank_0():
 def all_reduce_while_others_are_at_a_barrier():
     dlab.allreduce(torch.ones(8))
     if dlab.rank() == 0:
-        dlab.allreduce(torch.ones(8))
+        dlab.allreduce(torch.ones(2))
     else:
         dist.barrier()
 
@@ -100,9 +102,13 @@ def ring_in_another_order():
         (
             all_reduce_while_others_are_at_a_barrier,
             "all wait for each other",
-            {0: ("in allreduce for ranks 1 and 2", "    dlab.allreduce"), 1: ("in barrier", "dist.barrier")},
+            {0: ("in allreduce for ranks 1 and 2", "dlab.allreduce(torch.ones(2))"), 1: ("in barrier", "dist.barrier")},
         ),
-        (gloo_circle, "all wait for each other", {rank: ("in recv", "dist.recv") for rank in range(3)}),
+        (
+            gloo_circle,
+            "each waits for the next: 0 → 1 → 2 → 0",
+            {rank: (f"in recv for rank {(rank + 1) % 3}", "dist.recv") for rank in range(3)},
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -176,22 +182,150 @@ def loss_in_which_rank_1_gets_stuck(output, label):
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
-    ("strategy", "wait", "why"),
+    ("strategy", "wait"),
     [
-        (dlab.AllReduceSGD(), "for rank 1 to fill in piece 0 of the gradient", ""),
-        (dlab.SyncSGD(allreduce=ring_allreduce), "to receive from rank 1", ""),
-        (dlab.AsyncSGD(room=2), "for rank 1 to write or read a letter", ""),
-        (dlab.ParameterServer(mode="sync"), "for server 0 to answer its pull of key 0", "each"),
+        (dlab.AllReduceSGD(), "for rank 1 to fill in piece 0 of the gradient"),
+        (dlab.SyncSGD(allreduce=ring_allreduce), "to receive from rank 1"),
+        (dlab.AsyncSGD(room=2), "for rank 1 to write or read a letter"),
+        (dlab.ParameterServer(mode="sync"), "for server 0 to answer its pull of key 'weights'"),
     ],
     ids=["AllReduceSGD", "SyncSGD", "AsyncSGD", "ParameterServer"],
 )
-def test_in_a_function_of_dlab_the_wait_and_the_step_are_told_and_no_line(strategy, wait, why):
-    data = torch.utils.data.TensorDataset(torch.randn(512, 100), torch.randint(0, 10, (512,)))
+def test_in_a_function_of_dlab_the_wait_and_the_step_are_told_and_no_line(strategy, wait):
+    data = torch.utils.data.TensorDataset(torch.randn(512, 784), torch.randint(0, 10, (512,)))
     servers = 1 if isinstance(strategy, dlab.ParameterServer) else 0
     with dlab.Cluster(2, servers=servers) as cluster:
         run = dlab.train(
             dlab.TwoLayer, data, strategy, workers=2, batch_size=16, loss=loss_in_which_rank_1_gets_stuck, on=cluster
         )
-        _, told = hang_of(run)
-        assert told[1] == f"waiting in recv, {line(loss_in_which_rank_1_gets_stuck, 'dist.recv')}"
+        why, told = hang_of(run)
+        assert why.startswith("each waits for the next: 0 → ")
+        assert told[1] == f"waiting in recv for rank 0, {line(loss_in_which_rank_1_gets_stuck, 'dist.recv')}"
         assert re.fullmatch(rf"waiting {wait}, after step \d+", told[0]), told[0]
+
+
+@pytest.mark.usefixtures("soon")
+def test_on_the_backend_of_dlab_whoever_waits_tells_for_whom_whichever_thread_does():
+    def one_rank_only():
+        if dlab.rank() == 0:
+            dist.all_reduce(torch.ones(4))
+
+    def one_rank_only_and_later():
+        if dlab.rank() == 0:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+            work.wait()
+
+    def circle():
+        dist.recv(torch.zeros(1), 1 - dlab.rank())
+
+    with dlab.Cluster(2, backend="dlab") as cluster:
+        for function, name, code in (
+            (one_rank_only, "all_reduce", "dist.all_reduce"),
+            (one_rank_only_and_later, "wait", "work.wait"),
+        ):
+            run = cluster.start(function)
+            why, told = hang_of(run)
+            assert why == "rank 1 has returned"
+            assert told == {0: f"waiting in {name} for rank 1, {line(function, code)}"}
+            run.stop()
+        why, told = hang_of(cluster.start(circle))
+        assert why == "each waits for the next: 0 → 1 → 0"
+        assert told[0].startswith("waiting in recv for rank 1, line ")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_work_handle_and_a_backward_pass_that_wait_are_seen(started):
+    def wait_for_a_handle():
+        if dlab.rank() == 0:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+            work.wait()
+
+    def wait_in_a_backward_pass():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        if dlab.rank() == 0:
+            model(torch.ones(4)).sum().backward()
+
+    run = started(wait_for_a_handle)
+    assert hang_of(run) == ("ranks 1 and 2 have returned", {0: f"waiting in wait, {line(wait_for_a_handle, 'work.wait')}"})
+    run.stop()
+    told = f"waiting in its backward pass, {line(wait_in_a_backward_pass, 'backward()')}"
+    assert hang_of(started(wait_in_a_backward_pass)) == ("ranks 1 and 2 have returned", {0: told})
+
+
+# ------------------------------------------------------------------------------------- no false alarm
+
+
+def _others_wait():
+    dlab.transport().recv(torch.zeros(1), 1)
+
+
+def compute_on_rank_1():
+    transport = dlab.transport()
+    if dlab.rank() != 1:
+        return _others_wait()
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    return [transport.send(torch.zeros(1), other) for other in (0, 2)]
+
+
+def sleep_on_rank_1():
+    transport = dlab.transport()
+    if dlab.rank() != 1:
+        return _others_wait()
+    time.sleep(3)
+    return [transport.send(torch.zeros(1), other) for other in (0, 2)]
+
+
+def be_delayed_on_rank_1():
+    transport = dlab.transport()
+    while not dlab.knob("delayed"):
+        time.sleep(0.01)
+    if dlab.rank() != 1:
+        return _others_wait()
+    dlab.log(step=1)
+    return [transport.send(torch.zeros(1), other) for other in (0, 2)]
+
+
+def many_short_waits():
+    """Nobody logs, and whoever is not asleep waits; but they get on."""
+    transport, x = dlab.transport(), torch.zeros(1)
+    for turn in range(90):
+        if dlab.rank() == turn % 3:
+            time.sleep(0.03)
+        transport.barrier()
+    for turn in range(90):
+        if dlab.rank() == turn % 3:
+            time.sleep(0.03)
+        dist.all_reduce(x)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("function", [compute_on_rank_1, sleep_on_rank_1, be_delayed_on_rank_1, many_short_waits])
+def test_ranks_that_wait_for_one_that_does_something_are_no_hang(started, capsys, function):
+    run = started(function)
+    run.delay(1, 3.0)
+    run.set("delayed", True)
+    run.wait(60)
+    assert not [event for event in run.states if event.kind == "hang"]
+    assert "progress" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_pause_is_no_hang_and_its_time_does_not_count(started):
+    def wait_for_rank_1():
+        transport = dlab.transport()
+        dlab.log(step=0)
+        if dlab.rank() == 1:
+            while not dlab.knob("go"):
+                time.sleep(0.01)
+        transport.barrier()
+
+    run = started(wait_for_rank_1)
+    eventually(lambda: len(run.events) >= 4)  # a step of each, and the knob
+    run.pause()
+    time.sleep(2)
+    run.resume()
+    run.set("go", True)
+    run.wait(60)
+    assert not [event for event in run.states if event.kind == "hang"]

@@ -22,7 +22,8 @@ _LIBRARIES = ("<frozen ", _DLAB, *_PATHS)
 _COLLECTIVE = re.compile(r"torch[/\\]distributed[/\\]distributed_c10d\.py$")
 # where C code waits for other ranks, or computes: the thread's state tells which
 _IN_TORCH = re.compile(r"torch[/\\](distributed[/\\].*|nn[/\\]parallel[/\\]distributed|autograd[/\\]graph|_ops)\.py$")
-_OURS = re.compile(r"(transports[/\\](patience|bells|locks|meeting|distributed|store)|backend[/\\]works)\.py$")
+_OURS = re.compile(r"transports[/\\](patience|bells|locks|meeting|distributed|store)\.py$")
+_OF_OTHERS = re.compile(r"backend[/\\]works\.py$")  # waits for a thread that waits
 
 Frame = tuple[str, int, str]  # file, line, name of the function
 
@@ -79,8 +80,10 @@ def describe(stack: str | None, pid: int) -> Where:
     called = frames[:own][::-1]  # by the user's line, outermost first
     line, code = _line(*frames[own]) if own is not None else ("", "")
     collectives = [name for file, _, name in called if _COLLECTIVE.search(file) and name != "wrapper"]
-    if any(frame[0].startswith(_DLAB) and _OURS.search(frame[0]) for frame in called):
-        return Where(line, waits=True, function=_function(called, own is not None), told=True)
+    for file, _, name in called:
+        told = bool(_OURS.search(file))
+        if file.startswith(_DLAB) and (told or (name == "wait" and _OF_OTHERS.search(file))):
+            return Where(line, waits=True, function=_function(called, own is not None), told=told)
     if collectives and not collectives[0].startswith(("get_", "is_")):  # these wait for nobody
         return Where(line, waits=True, function=collectives[0])
     if called and _IN_TORCH.search(called[-1][0]) and _state(pid) == "S":
