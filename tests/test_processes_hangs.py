@@ -1,8 +1,11 @@
 """A hang names itself: who waits for whom, in what, at which line of the user's; and nobody else is taken for one."""
 
 import inspect
+import os
 import re
+import signal
 import sys
+import threading
 import time
 
 import cloudpickle
@@ -137,7 +140,9 @@ def test_rings_in_another_order_are_told_by_the_line_that_called_them(started):
     run = started(ring_in_another_order)
     _, told = hang_of(run)
     assert told[0].startswith("waiting in recv for rank 1, line "), told
-    assert {told[rank].split(", line")[1].split(": ")[1] for rank in (1, 2)} == {"ring_allreduce(torch.ones(BIG), transport)"}
+    assert {told[rank].split(", line")[1].split(": ")[1] for rank in (1, 2)} == {
+        "ring_allreduce(torch.ones(BIG), transport)"
+    }
     assert told[1].startswith("waiting in ring_allreduce for rank "), told
 
 
@@ -169,7 +174,6 @@ def test_a_pull_waits_for_a_server_and_the_server_for_who_has_not_pushed():
 
 def only_init():
     dlab.kvstore.create("dist_sync").init("w", torch.zeros(4))
-
 
 
 def loss_in_which_rank_1_gets_stuck(output, label):
@@ -246,7 +250,10 @@ def test_a_work_handle_and_a_backward_pass_that_wait_are_seen(started):
             model(torch.ones(4)).sum().backward()
 
     run = started(wait_for_a_handle)
-    assert hang_of(run) == ("ranks 1 and 2 have returned", {0: f"waiting in wait, {line(wait_for_a_handle, 'work.wait')}"})
+    assert hang_of(run) == (
+        "ranks 1 and 2 have returned",
+        {0: f"waiting in wait, {line(wait_for_a_handle, 'work.wait')}"},
+    )
     run.stop()
     told = f"waiting in its backward pass, {line(wait_in_a_backward_pass, 'backward()')}"
     assert hang_of(started(wait_in_a_backward_pass)) == ("ranks 1 and 2 have returned", {0: told})
@@ -329,3 +336,123 @@ def test_a_pause_is_no_hang_and_its_time_does_not_count(started):
     run.set("go", True)
     run.wait(60)
     assert not [event for event in run.states if event.kind == "hang"]
+
+
+# ------------------------------------------------------------------------------------- told, updated, taken back
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_hang_that_ends_is_taken_back_and_both_are_saved(started, capsys, tmp_path):
+    def be_saved_by_a_thread():
+        transport, x = dlab.transport(), torch.zeros(1)
+
+        def save():
+            while not dlab.knob("go"):
+                time.sleep(0.01)
+            transport.send(x, 0)
+
+        if dlab.rank() == 1:
+            threading.Thread(target=save).start()
+        transport.recv(x, 1 if dlab.rank() == 0 else 0)
+        for other in (1, 2) if dlab.rank() == 0 else ():
+            transport.send(x, other)
+
+    run = started(be_saved_by_a_thread)
+    assert hang_of(run)[0] == "each waits for the next: 0 → 1 → 0"
+    run.set("go", True)
+    run.wait(60)
+    told = capsys.readouterr().err
+    assert told.index("no rank has made progress for") < told.index("the run went on after")
+    run.save(tmp_path / "events")
+    hung, over = [event for event in dlab.load_events(tmp_path / "events") if event.kind == "hang"]
+    assert hung.data["why"] and not over.data["why"] and over.time > hung.time
+
+
+def test_a_timeout_tells_the_circle(cluster):
+    with pytest.raises(dlab.WorkerTimeout, match="each waits for the next: 0 → 1 → 2 → 0") as error:
+        cluster.run(recv_first, timeout=1)
+    for rank in range(3):
+        told = f"waiting in recv for rank {(rank + 1) % 3}, {line(recv_first, 'transport.recv')}"
+        assert f"rank {rank}: {told}" in str(error.value)
+
+
+def test_a_timeout_names_who_did_not_come_before_those_who_wait_in_a_collective_of_dlab(cluster):
+    def oversleep():
+        dlab.allreduce(torch.ones(4))
+        if dlab.rank() == 2:
+            time.sleep(1000)
+        dlab.allreduce(torch.ones(4))
+
+    with pytest.raises(dlab.WorkerTimeout, match=r"; ranks 0 and 1 waited for rank 2\n") as error:
+        cluster.run(oversleep, timeout=1)
+    assert error.value.ranks == [2, 0, 1]
+    assert "rank 0: waiting in allreduce for rank 2, line " in str(error.value)
+    assert f"rank 2: at {line(oversleep, 'time.sleep')}" in str(error.value)
+
+
+def test_an_interrupt_tells_the_circle(cluster, capsys):
+    run = cluster.start(recv_first)
+    with pytest.raises(dlab.WorkerTimeout):
+        run.wait(1)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("recv_first was stopped; rank 0: waiting in recv for rank 1, line ")
+    assert lines[-1] == "each waits for the next: 0 → 1 → 2 → 0"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
+        cell = kernel.run(
+            "%load_ext dlab\nimport dlab, torch\nfrom dlab.processes import hangs\ncluster = dlab.cluster(2)"
+        )
+        assert cell.error is None, cell
+        yield kernel
+
+
+def shown(kernel, cell, kind):
+    """The texts that a cell has displayed, or updated."""
+    return [
+        (message["content"]["transient"]["display_id"], message["content"]["data"]["text/plain"])
+        for message in kernel._messages[cell]
+        if message["msg_type"] == kind
+    ]
+
+
+RECV_FIRST = """def recv_first():
+    transport = dlab.transport()
+    transport.recv(torch.zeros(1), 1 - dlab.rank())
+
+run = cluster.start(recv_first)
+"""
+
+
+@pytest.mark.slow
+def test_in_a_notebook_it_is_told_in_the_cell_after_five_seconds_and_updated_in_place(kernel):
+    cell = kernel.submit(RECV_FIRST)
+    kernel.finish(cell)
+    kernel._read(lambda: shown(kernel, cell, "update_display_data"), 60, "no update")
+    assert kernel.run("run.stop()").error is None
+    ((name, text),) = shown(kernel, cell, "display_data")
+    waits = "rank {} waits in recv for rank {}, line 3 of recv_first: transport.recv(torch.zeros(1), 1 - dlab.rank())"
+    assert re.match(rf"no rank has made progress for \d+ s: {re.escape(waits.format(0, 1))}; ", text), text
+    assert f"{waits.format(1, 0)}; each waits for the next: 0 → 1 → 0. The run goes on" in text
+    assert int(re.search(r"for (\d+) s", text)[1]) >= 5
+    again, update = shown(kernel, cell, "update_display_data")[0]
+    assert again == name and int(re.search(r"for (\d+) s", update)[1]) > int(re.search(r"for (\d+) s", text)[1])
+    assert kernel.shown(cell).stderr == ""
+
+
+def test_in_a_cell_for_workers_the_line_is_the_cells(kernel):
+    assert kernel.run("hangs.SECONDS = 0.5").error is None
+    code = "import dlab, torch\ntransport = dlab.transport()\n\ntransport.recv(torch.zeros(1), 1 - dlab.rank())"
+    cell = kernel.submit(f"%%workers -n 2\n{code}")
+    kernel._read(lambda: shown(kernel, cell, "display_data"), 60, "nothing is told")
+    text = shown(kernel, cell, "display_data")[0][1]
+    assert (
+        "rank 0 waits in recv for rank 1, line 4 of the cell: transport.recv(torch.zeros(1), 1 - dlab.rank());" in text
+    )
+    kernel.interrupt()
+    assert "each waits for the next: 0 → 1 → 0" in kernel.finish(cell).stdout

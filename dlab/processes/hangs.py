@@ -101,7 +101,10 @@ class Watch:
         if wait is None or not where.waits:
             return where
         return where._replace(
-            what=wait.what, whom=self._name(self._ranks_of(wait)), ranks=self._ranks_of(wait), line=self._line(rank, where)
+            what=wait.what,
+            whom=self._name(self._ranks_of(wait)),
+            ranks=self._ranks_of(wait),
+            line=self._line(rank, where),
         )
 
     def _line(self, rank: int, where: Where) -> str:
@@ -146,8 +149,8 @@ class Watch:
         if told != self._told:
             ranks = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
             self._note(why or "all wait for each other", ranks, seconds)
-        text = f"no rank has made progress for {seconds:.0f} s: {told}. The run goes on: run.stop() or an interrupt ends it"
-        self._cell.rewrite(text, changed=told != self._told)
+        text = f"no rank has made progress for {seconds:.0f} s: {told}. "
+        self._cell.rewrite(text + "The run goes on: run.stop() or an interrupt ends it", changed=told != self._told)
         self._told, self._seconds = told, seconds
 
     def _take_back(self) -> None:
