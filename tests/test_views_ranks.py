@@ -48,6 +48,22 @@ def test_the_last_state_counts_and_a_death_says_why():
     assert isinstance(view.figure(), Figure)
 
 
+def test_a_hang_says_what_each_rank_waits_for_and_why_until_it_is_over():
+    waits = [{"rank": rank, "words": f"waiting in recv for rank {1 - rank}, line 3 of f"} for rank in range(2)]
+    why = "each waits for the next: 0 → 1 → 0"
+    view = Ranks([_state(0, "running"), _state(1, "running")])
+    view.add([dlab.Event(9.0, 0, "hang", {"why": why, "ranks": waits, "seconds": 5.0})])
+    assert [(state, words) for _, state, words, _ in view.rows()] == [
+        ("waiting", f"waiting in recv for rank {1 - rank}, line 3 of f") for rank in range(2)
+    ]
+    assert str(view).endswith(f"no rank makes progress: {why}")
+    assert view.data()["hang"] in view.alt
+    assert view.hang in {text.get_text() for text in view.figure().axes[0].texts}
+    view.add([dlab.Event(12.0, 0, "hang", {"why": "", "ranks": [], "seconds": 8.0})])
+    assert [state for _, state, _, _ in view.rows()] == ["running", "running"]
+    assert "progress" not in str(view) + view.alt and not view.data()["hang"]
+
+
 def test_states_differ_without_colours_too():
     for state, (colour, sign) in LOOKS.items():
         twins = [other for other, look in LOOKS.items() if look[1] == sign and look[0] != colour]

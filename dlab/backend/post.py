@@ -131,25 +131,24 @@ class Post:
             except Exception as problem:
                 self._give_up(problem)
 
-    def _whom(self) -> tuple[int, str]:
+    def _whom(self) -> tuple[list[int], str]:
         """Whom the oldest of all waits for."""
-        rank = self._transport.rank
         with self._changed:
             if self._wishes:
                 source = self._wishes[0].source
-                who = "anyone" if source == ANYONE else f"rank {source}"
-                return (rank if source == ANYONE else source), f"rank {rank} has waited to receive from {who}"
-            other = next((other for other, queue in self._out.items() if queue), rank)
-            return other, f"rank {rank} has waited to send to rank {other}"
+                return ([], "to receive from anyone") if source == ANYONE else ([source], "to receive from {}")
+            return [other for other, queue in self._out.items() if queue][:1], "to send to {}"
 
     def _give_up(self, problem: Exception) -> None:
         """Nothing more will come from, or go to, the rank that the oldest waits for."""
         with self._changed:
-            other, _ = self._whom()
-            lost = [wish for wish in self._wishes if wish.source in (other, ANYONE)]
-            works = [wish.work for wish in lost] + [work for _, work in self._out[other] if work is not None]
+            others, _ = self._whom()
+            lost = [wish for wish in self._wishes if wish.source in (*others, ANYONE)]
+            works = [wish.work for wish in lost]
             self._wishes = [wish for wish in self._wishes if wish not in lost]
-            self._out[other].clear()
+            for other in others:
+                works += [work for _, work in self._out[other] if work is not None]
+                self._out[other].clear()
         _announce([(work, problem, ANYONE) for work in works])
 
     def _advance(self) -> tuple[int, list[Outcome]]:

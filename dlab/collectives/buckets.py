@@ -82,6 +82,6 @@ class Buckets:
                 return rank
         return None
 
-    def _whom(self) -> tuple[int, str]:
-        other = self._missing() or 0
-        return other, f"rank {self._rank} has waited for piece {self._done} of rank {other}'s gradient"
+    def _whom(self) -> tuple[list[int], str]:
+        missing = [rank for rank, line in enumerate(self._lines) if self._ready[line + self._done] < self._round]
+        return missing, f"for {{}} to fill in piece {self._done} of the gradient"

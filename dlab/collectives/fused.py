@@ -76,10 +76,12 @@ class Table:
             self._disagree(line)
 
     def _sleep_until(self, line: int, count: int) -> None:
-        other, complaint = line // _LINE, f"rank {self.rank} has waited for rank {line // _LINE} in an all-reduce"
-        wait = Patience(self.peers, self.timeout, lambda: (other, complaint))
+        wait = Patience(self.peers, self.timeout, lambda: (self._missing(count), "for {} in an all-reduce"))
         while self._lines[line] < count:
             wait()
+
+    def _missing(self, count: int) -> list[int]:
+        return [line // _LINE for line in self._others if self._lines[line] < count]
 
     def _disagree(self, line: int) -> None:
         other = tuple(self._lines[line + 1 : line + 6])

@@ -45,6 +45,7 @@ class FarLines(Lines):
     def __init__(self, rank: int, workers: int, servers: int) -> None:
         super().__init__(Desk(workers, servers).map(), rank, workers, servers)
         self.peers = FarPeers(self._front.numbers, rank)
+        self.peers.workers = workers
         # a group of its own, that carries tensors on the CPU, and never loses patience with who has nothing to say
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         others = range(servers) if rank < workers else range(workers)

@@ -315,10 +315,8 @@ class DistStore(KVStore):
             self._wait_for(shelf.part.server, what, lambda: shelf.place.applied >= shelf.pushes)
 
     def _wait_for(self, server: int, what: str, done: Callable[[], bool]) -> None:
-        complaint = f"rank {self.rank} has waited for server {server} to {what}"
-        wait = Patience(
-            self._lines.peers, self._timeout, lambda: (self.num_workers + server, complaint), self._lines.bell
-        )
+        peers, whom = self._lines.peers, ([self.num_workers + server], f"for {{}} to {what}")
+        wait = Patience(peers, self._timeout, lambda: whom, self._lines.bell)
         while not done():
             try:
                 wait()
@@ -326,7 +324,7 @@ class DistStore(KVStore):
                 if not done():  # the last that it did
                     raise
             if self._lines.over and not done():
-                raise ConnectionError(f"{complaint}, which has ended")
+                raise ConnectionError(f"{peers.complaint(*whom)}, which has ended")
 
     def _record(self, phase: str, key: Key, shelf: Shelf, nbytes: int, start: float, to_server: bool) -> None:
         """As a message between this worker and the server."""

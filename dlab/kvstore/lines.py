@@ -182,6 +182,7 @@ class Lines:
             for queue in self.queues if replaces else []:
                 queue.renew()
         self.peers = Peers(self._front.numbers, rank)  # last: who sees the new server may ask it
+        self.peers.workers = workers
 
     def _queue(self, worker: int, server: int) -> Queue:
         start = self._areas[worker] + server * _QUEUE

@@ -6,6 +6,7 @@ Taught in `05_parameter_server.ipynb`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -108,10 +109,14 @@ class LockedStore:
         self._clocks[self._wire.rank] = clock
         for bell in self._front.bells:
             bell.ring()
-        complaint = f"rank {self._wire.rank} has waited for all to meet"
-        wait = Patience(self._peers, self._timeout, lambda: (self._wire.rank, complaint), self._bell)
-        while any(self._clocks[rank] < clock for rank in self._peers.alive()):
-            wait()
+
+        def missing() -> list[int]:
+            return [rank for rank in self._peers.alive() if self._clocks[rank] < clock]
+
+        wait = Patience(self._peers, self._timeout, lambda: (missing(), "for {} to meet"), self._bell)
+        while missing():
+            with suppress(ConnectionError):  # who has just died is not waited for
+                wait()
         with self._lock:
             if self._numbers[_MEETING] != clock:
                 self._numbers[_MEETING] = clock

@@ -81,18 +81,19 @@ class Server:
         self._meeting = (-1, 0)  # the clock that somebody was let begin last, and who lived then
         self._alive = set(range(lines.workers))
         self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._looked = time.monotonic()
+        self._looked, self._idle = time.monotonic(), 0.0  # since when it has had nothing to do
         self.updates = 0
         self._reply = 0  # to the request under way
         self._news: set[int] = set()  # workers for whom something has changed since their bell was rung
 
     def serve(self) -> None:
         """Until no worker is left."""
-        idle = Patience(self._lines.peers, float("inf"), lambda: (self._lines.rank, ""), self._lines.bell)
+        idle = Patience(self._lines.peers, float("inf"), lambda: ([], ""), self._lines.bell)
         while not self._lines.over:
             served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._lines.queues)]
             if any(served):
                 idle.reset()
+                self._idle = 0.0
             else:
                 idle()
                 self._look_around()
@@ -113,6 +114,8 @@ class Server:
         if now < self._looked + ASK:
             return
         self._looked = now
+        self._idle = self._idle or now
+        self._lines.peers.tell(self._idle, *self._missed())
         alive = set(self._lines.peers.alive())
         if self._alive - alive:
             self._alive &= alive
@@ -121,6 +124,21 @@ class Server:
                 for worker in range(self._lines.workers):
                     if worker not in alive and held.copies is not None:
                         held.copies.forget(worker)
+
+    def _missed(self) -> tuple[list[int], str]:
+        """Whom the requests that cannot be answered yet wait for, and what for."""
+        for worker, queue in enumerate(self._lines.queues):
+            request = queue.head()
+            if request is None:
+                continue
+            if request.op == Op.CLOCK:
+                behind = [other for other in self._alive if self._clocks[other] < self._clocks[worker]]
+                return sorted(behind), "for {} to catch up"
+            held = self._parts[worker][request.part]
+            if held.value is None:
+                return [0], f"for {{}} to initialise key {held.key!r}"
+            return sorted(self._alive - held.laid.keys()), f"for {{}} to push key {held.key!r}"
+        return [], "for requests"
 
     def _answer(self, worker: int, queue: Queue, request: Request) -> bool:
         """Do what is asked; False if it cannot be done yet."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dlab.events import RING_BYTES, EventRing
 from dlab.transports.bells import Bell
+from dlab.transports.waiting import SLOTS, Slot
 
 _KNOBS = 64 << 10  # room for the knobs, as JSON
 _DELAYS = 64 << 10  # room for a delay per rank: 8192 ranks
@@ -89,10 +90,10 @@ class Knobs(NamedTuple):
 
 
 class Board:
-    """Knobs, a delay per rank, and an event ring per rank, in one anonymous shared-memory file."""
+    """Knobs, and for each rank a delay, what it waits for, and an event ring, in one anonymous shared-memory file."""
 
     def __init__(self, ranks: int, file: int | None = None) -> None:
-        size = _KNOBS + _DELAYS + ranks * RING_BYTES
+        size = _KNOBS + _DELAYS + ranks * (SLOTS * Slot.ROOM + RING_BYTES)
         if file is None:
             file = os.memfd_create("dlab-board")
             os.truncate(file, size)
@@ -101,7 +102,9 @@ class Board:
         self._version = memory[:16].cast("Q")  # version, then length
         self._knobs = memory[16:_KNOBS]
         self.delays = memory[_KNOBS : _KNOBS + 8 * ranks].cast("d")
-        rings = memory[_KNOBS + _DELAYS :]
+        slots, rings = memory[_KNOBS + _DELAYS :], memory[_KNOBS + _DELAYS + ranks * SLOTS * Slot.ROOM :]
+        every = [Slot(slots[place * Slot.ROOM : (place + 1) * Slot.ROOM]) for place in range(ranks * SLOTS)]
+        self.waits = [every[rank * SLOTS : (rank + 1) * SLOTS] for rank in range(ranks)]  # the main thread's first
         self.rings = [EventRing(rings[rank * RING_BYTES : (rank + 1) * RING_BYTES]) for rank in range(ranks)]
         self._seen, self._values = -1, Knobs({}, {})
 
@@ -111,6 +114,8 @@ class Board:
         for rank, ring in enumerate(self.rings):
             self.delays[rank] = 0.0
             ring.clear()
+            for slot in self.waits[rank]:
+                slot.clear()
 
     def write(self, knobs: Knobs) -> None:
         """Replace all knobs. Only the parent writes; an odd version says that it is writing."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
-_DLAB = os.path.dirname(os.path.dirname(__file__)) + os.sep
+from dlab.transports.waiting import name_ranks
+
+DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _OURS = os.path.dirname(__file__) + os.sep
 
 
@@ -36,10 +41,9 @@ class Report:
         chain: list[tuple[list[tuple[str, int, str]], str]] = []
         link: BaseException | None = problem
         while link is not None and len(chain) < 5:
-            stack = traceback.extract_tb(link.__traceback__)
-            hidden = _DLAB if is_refusal(stack) else _OURS
-            seen = [(at.filename, at.lineno or 0, at.name) for at in stack if not at.filename.startswith(hidden)]
-            chain.append((seen, _last_line(link)))
+            stack = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(link.__traceback__)]
+            hidden = DLAB if is_refusal(link.__traceback__) else _OURS
+            chain.append(([frame for frame in stack if not frame[0].startswith(hidden)], _last_line(link)))
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
         return cls(moment, type(problem).__name__, _last_line(problem), chain, _is_connection(problem))
 
@@ -53,9 +57,14 @@ class Report:
         return "\n\nthen, while that was handled:\n\n".join(texts)
 
 
-def is_refusal(stack: traceback.StackSummary) -> bool:
-    """Did dlab itself raise this, with a sentence for the user? Then its own frames would tell the user nothing."""
-    return bool(stack) and stack[-1].filename.startswith(_DLAB) and (stack[-1].line or "").startswith("raise ")
+def is_refusal(trace: TracebackType | None) -> bool:
+    """Does the error come from a `raise` in dlab, with a sentence for the user, whom dlab's own frames tell nothing?"""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    return code.co_filename.startswith(DLAB) and code.co_code[trace.tb_lasti] == _RAISE
 
 
 def _last_line(problem: BaseException) -> str:
@@ -123,17 +132,3 @@ def end_of(exitcode: int | None) -> str:
         return f"was killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
     except ValueError:
         return f"was killed by signal {-exitcode}"
-
-
-def name_ranks(ranks: Sequence[int], workers: int | None = None) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`; those after the last of so many workers are servers: `rank 2 and server 0`."""
-    servers = [rank - workers for rank in ranks if workers is not None and rank >= workers]
-    ranks = ranks[: len(ranks) - len(servers)]
-    names = [_name(role, numbers) for role, numbers in (("rank", ranks), ("server", servers)) if numbers]
-    return " and ".join(names)
-
-
-def _name(role: str, numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"{role} {numbers[0]}"
-    return f"{role}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"

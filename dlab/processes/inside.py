@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dlab.processes.board import Board, Desk
 from dlab.transports import Recorder, TorchTransport, connect
+from dlab.transports.waiting import tell_in
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ def enter(board: Board, rank: int, device: torch.device, servers: Servers) -> No
     """Called once by the worker."""
     global _board, _ring_rank, _device, _servers
     _board, _ring_rank, _device, _servers = board, rank, device, servers
+    tell_in(board.waits[rank])
 
 
 def begin() -> None:

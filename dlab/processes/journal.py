@@ -24,6 +24,10 @@ class Journal:
         """Keep what a rank has told."""
         self._records.append(records)
 
+    def __len__(self) -> int:
+        """Grows with what has come."""
+        return len(self._records)
+
     def since(self, place: int) -> tuple[list[Records], int]:
         """What has come after this place, and the place to go on from; 0 is the beginning."""
         records = self._records[place:]

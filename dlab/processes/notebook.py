@@ -25,12 +25,26 @@ class Cell:
         # a front end that gives cells no id still sends their text
         identity = self._parent.get("metadata", {}).get("cellId") or self._parent.get("content", {}).get("code")
         self._identity: str | None = identity
+        self._line: Any = None  # that is rewritten
         self._execution: str | None = self._parent.get("header", {}).get("msg_id")
 
     def claim_thread(self) -> None:
         """From now on, what the calling thread prints goes to this cell."""
         if hasattr(self._shell, "set_thread_parent"):
             self._shell.set_thread_parent(self._parent)
+
+    def rewrite(self, text: str, changed: bool) -> None:
+        """Show a line in the place of the one that was shown before; a terminal gets it only if it has changed."""
+        if self._shell is None:
+            if changed:
+                print(text, file=sys.stderr, flush=True)
+        elif self._line is None:
+            from IPython.display import DisplayHandle
+
+            self._line = DisplayHandle()
+            self._line.display({"text/plain": text}, raw=True)
+        else:
+            self._line.update({"text/plain": text}, raw=True)
 
     def is_run_again_by(self, later: Cell) -> bool:
         """Is it the same cell, executed once more?"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from dlab.processes.board import Knobs
 from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.journal import Journal
 from dlab.processes.notebook import Cell, variable_of
-from dlab.processes.stacks import Where
+from dlab.processes.stacks import Where, knot
 from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STILL = 20.0  # seconds that a last picture may take
 DECLARE = 0.5  # seconds in which ranks that have asked for one knob may ask for another before its name is doubted
+_ENDS = {"returned": "returned", "dead": "died", "failed": "failed"}  # said of a rank that has ended
 
 
 class Run:
@@ -56,7 +57,7 @@ class Run:
         self._declared: dict[str, Any] = {}  # knobs, as far as the journal has been searched for them
         self._searched = 0
         self.pictures: list[threading.Thread] = []  # those who draw it, and leave a still when it has ended
-        self.states: list[Event] = []  # what became of each rank, as the supervisor saw it: events of kind `state`
+        self.states: list[Event] = []  # what became of each rank: events of kind `state`, and `hang`
 
     # --- waiting
 
@@ -107,21 +108,25 @@ class Run:
     def _on_interrupt(self) -> None:
         """Say where everybody was, then stop them."""
         places: dict[int, Where] = {}
+        why = ""
         try:
             places = self._supervisor.where(self)
+            why = knot(places, self._ends(places), self.ranks)
         finally:  # also when it is interrupted again
             self.stop()
         if places:
-            print(f"{self.name} was stopped; " + _tell(places))
+            print("\n".join(filter(None, [f"{self.name} was stopped; {_tell(places)}", why])))
 
     def _timeout_error(self, places: dict[int, Where], timeout: float, rest: str) -> WorkerTimeout:
-        # whoever is not waiting in a collective is probably the one the others wait for
-        ranks = sorted(places, key=lambda rank: (places[rank].collective is not None, rank))
-        waiting = [rank for rank in ranks if places.get(rank) and places[rank].collective]
+        # whoever does not wait for others is probably the one the others wait for
+        ranks = sorted(places, key=lambda rank: (places[rank].waits, rank))
+        waiting = [rank for rank in ranks if places[rank].waits]
         busy = [rank for rank in ranks if rank not in waiting]
         message = f"{name_ranks(sorted(ranks))} did not finish {self.name} within {timeout:g} s{rest}"
         if waiting and busy:
             message += f"; {name_ranks(waiting)} waited for {name_ranks(busy)}"
+        elif why := knot(places, self._ends(places), self.ranks):
+            message += f"; {why}"
         return WorkerTimeout(message, ranks, _tell(places))
 
     def _stopped_error(self) -> Stopped:
@@ -130,6 +135,12 @@ class Run:
             f"{self.name} was stopped after {seconds:.1f} s, before its end: "
             "wait(partial=True) gives what its ranks had returned by then"
         )
+
+    def _ends(self, places: Collection[int]) -> dict[int, str]:
+        """How the other ranks have ended: those that are in none of these places any more."""
+        last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == "state"}
+        others = {rank: state for rank, state in last.items() if rank < self.ranks and rank not in places}
+        return {rank: _ENDS.get(state, "ended") for rank, state in others.items()}
 
     @property
     def done(self) -> bool:

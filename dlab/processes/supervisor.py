@@ -23,10 +23,11 @@ from dlab.processes.crew import Crew
 from dlab.processes.errors import Report
 from dlab.processes.flight import Flight
 from dlab.processes.handle import Worker
+from dlab.processes.hangs import Watch
 from dlab.processes.inbox import Inbox
 from dlab.processes.run import Run
 from dlab.processes.waiting import wait_until
-from dlab.processes.worker import WHERE, Seat
+from dlab.processes.worker import Seat
 
 EVENTS = 0.05  # seconds between two collections of events
 
@@ -43,6 +44,7 @@ class Supervisor(threading.Thread):
         self.desk = Desk(ranks, servers)
         self.failed: str | None = None  # why the cluster cannot be used any more
         self._flight: Flight | None = None
+        self._watch: Watch | None = None  # over the run in flight
         self._inbox = Inbox()
         self._selector = selectors.DefaultSelector()
         self._closing = False
@@ -73,6 +75,7 @@ class Supervisor(threading.Thread):
             self.desk.clear()
             run.cell.claim_thread()
             self._flight = Flight(run, again)
+            self._watch = Watch(self._flight, self.board, self.workers)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died: its sentinel tells
                     message.send(worker.channel)
@@ -145,11 +148,8 @@ class Supervisor(threading.Thread):
         """Where each rank that has not returned is now."""
 
         def look() -> dict[int, stacks.Where]:
-            if self._flight is None or self._flight.run is not run:
-                return {}
-            busy = [worker for worker in self._busy() if worker.process.exitcode is None and worker.rank < self.ranks]
-            files = {worker.rank: worker.stack for worker in busy}
-            return stacks.ask(files, {worker.rank: worker.pid for worker in busy}, WHERE)
+            in_flight = self._flight is not None and self._flight.run is run
+            return self._watch.where() if in_flight and self._watch is not None else {}
 
         return self._inbox.ask(look)
 
@@ -194,7 +194,7 @@ class Supervisor(threading.Thread):
                 run._error = errors.WorkerError(self.failed, [0])
             run._stopped, run.ended = True, time.time()
             run._results = self._flight.results()
-            self._flight = None
+            self._flight = self._watch = None
             run._done.set()
         self.failed = self.failed or "this cluster is closed: make a new one with dlab.Cluster(…)"
         self._inbox.close()
@@ -278,6 +278,8 @@ class Supervisor(threading.Thread):
                 worker.process.send_signal(number)
         if flight.over:
             self._land(flight)
+        elif self._watch is not None:
+            self._watch.look()
 
     def _collect_events(self) -> None:
         if self._flight is None:
@@ -294,8 +296,10 @@ class Supervisor(threading.Thread):
         run._results = flight.results()
         if not run._stopped:
             run._error = flight.verdict()
+        if self._watch is not None:
+            self._watch.end()
         run.ended = time.time()
-        self._flight = None
+        self._flight = self._watch = None
         run._done.set()
         self._crew.lost = {worker.rank for worker in self.workers if worker.process.exitcode is not None}
         self._replace_lost()

@@ -7,7 +7,6 @@ it: an error that Python or torch raises in the middle of dlab is a fault of dla
 
 from __future__ import annotations
 
-import dis
 import os
 import sys
 import sysconfig
@@ -16,9 +15,9 @@ from functools import wraps
 from types import TracebackType
 from typing import Any
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from dlab.processes.errors import DLAB, is_refusal
+
 LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def shorten_tracebacks(shell: Any) -> None:
@@ -45,8 +44,8 @@ def readers_part(problem: BaseException | None, trace: TracebackType | None) -> 
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    ours = [number for number, frame in enumerate(frames) if _file(frame).startswith(OURS)]
-    if not ours or not (isinstance(problem, KeyboardInterrupt) or _is_readers(frames[-1]) or _says_so(frames[-1])):
+    ours = [number for number, frame in enumerate(frames) if _file(frame).startswith(DLAB)]
+    if not ours or not (isinstance(problem, KeyboardInterrupt) or _is_readers(frames[-1]) or is_refusal(frames[-1])):
         return None
     kept = [frame for number, frame in enumerate(frames) if number < ours[0] or _is_readers(frame)]
     short = None
@@ -55,13 +54,8 @@ def readers_part(problem: BaseException | None, trace: TracebackType | None) -> 
     return short
 
 
-def _says_so(innermost: TracebackType) -> bool:
-    """Does the error come from a `raise` in dlab?"""
-    return _file(innermost).startswith(OURS) and innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == _RAISE
-
-
 def _is_readers(frame: TracebackType) -> bool:
-    return not _file(frame).startswith((OURS, *LIBRARIES, "<frozen"))
+    return not _file(frame).startswith((DLAB, *LIBRARIES, "<frozen"))
 
 
 def _file(frame: TracebackType) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dlab.backend import using
-from dlab.processes import inside, lifeline, wire
+from dlab.processes import inside, lifeline, observer, wire
 from dlab.processes.board import Board, Desk
 from dlab.processes.errors import Report, Stopped
 
@@ -103,6 +103,7 @@ def main(channel: socket.socket) -> None:
         return  # the parent has gone
     _redirect(files[0], files[1])
     faulthandler.register(WHERE, file=files[2], all_threads=False)
+    observer.observe()
     greeting = wire.receive(channel)
     if greeting is None:
         return

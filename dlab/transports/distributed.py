@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions hold the process group that they find at import, for ever: let it be none
 
 from dlab.transports.base import Parcel, Transport
 from dlab.transports.checked import compare, header
+from dlab.transports.waiting import waiting
 
 
 class TorchTransport(Transport):
@@ -17,9 +21,13 @@ class TorchTransport(Transport):
     is smaller. So a small message goes first that says what comes: twice the latency, the same bytes.
     """
 
+    _members: Sequence[int] = ()  # their ranks among all, where these are other ones
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if group is not None:
+            self._members = dist.get_process_group_ranks(group)
         self._device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
     def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
@@ -43,12 +51,20 @@ class TorchTransport(Transport):
         if outgoing is None and incoming is None:
             return
         try:
-            for work in self._begin(outgoing, incoming):
-                work.wait()
+            works = self._begin(outgoing, incoming)
+            with self._waiting(outgoing, incoming):
+                for work in works:
+                    work.wait()
         except RuntimeError as problem:  # the backend names no rank, or by its address
             doing = [f"send to rank {outgoing[1]}"] if outgoing else []
             doing += [f"receive from rank {incoming[1]}"] if incoming else []
             raise ConnectionError(f"rank {self.rank} could not {' and '.join(doing)}: {problem}") from None
+
+    def _waiting(self, outgoing: Parcel | None, incoming: Parcel | None) -> AbstractContextManager[None]:
+        """To receive, if that is to be done, else to send; by the ranks of all."""
+        parcel, what = (incoming, "to receive from {}") if incoming else (outgoing, "to send to {}")
+        assert parcel is not None
+        return waiting(what, [self._members[parcel[1]] if self._members else parcel[1]])
 
     def _begin(self, outgoing: Parcel | None, incoming: Parcel | None) -> list[dist.Work]:
         """Both at once, as NCCL wants it."""

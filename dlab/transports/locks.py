@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import time
 
 from dlab.transports.bells import Moment
+from dlab.transports.waiting import Wait, tell
 
 _libc = ctypes.CDLL(None)
 _SHARED = _ROBUST = 1  # PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST
@@ -29,11 +31,14 @@ class Lock:
         _libc.pthread_mutex_init(self._memory, attributes)
 
     def __enter__(self) -> None:
+        since = 0.0
         while True:
             got = _libc.pthread_mutex_timedlock(self._memory, ctypes.byref(Moment.after(_PATIENCE)))
             if got == errno.EOWNERDEAD:
                 _libc.pthread_mutex_consistent(self._memory)
             elif got == errno.ETIMEDOUT:
+                since = since or time.monotonic()
+                tell(Wait(since, "for a lock that another rank holds", [], []))
                 continue
             elif got:
                 raise OSError(got, "a lock in shared memory cannot be had")

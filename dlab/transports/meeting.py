@@ -11,6 +11,7 @@ import torch.distributed as dist
 from dlab.transports.base import Transport
 from dlab.transports.shared import connect
 from dlab.transports.store import StoreTransport
+from dlab.transports.waiting import waiting
 
 _NAP, _PATIENCE, _LONGEST = 0.01, 20.0, 60.0  # seconds
 
@@ -31,11 +32,12 @@ def meet(where: Callable[[], Venue | None], rank: int) -> tuple[Transport, list[
             continue
         place, members = there
         store.set(f"{place} {rank}", "here")
-        while not store.check([f"{place} {other}" for other in members]):
-            time.sleep(_NAP)
-            if where() != there or time.monotonic() > until:
-                break
-        else:
+        with waiting("to find {} again", [other for other in members if other != rank]):
+            while not (met := store.check([f"{place} {other}" for other in members])):
+                time.sleep(_NAP)
+                if where() != there or time.monotonic() > until:
+                    break
+        if met:
             here = dist.PrefixStore(place, store)
             here.set_timeout(timedelta(seconds=_PATIENCE))
             try:

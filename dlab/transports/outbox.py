@@ -109,7 +109,7 @@ class SharedOutbox(Outbox):
             for rank in range(self.size)
         ]
         self._holding: int | None = None  # whose letter was given out last, and is not yet counted as read
-        self._awaited: int = self.rank
+        self._awaited: list[int] = []
         self._patience = Patience(self._peers, timeout, self._whom)
 
     def behind(self) -> set[int]:
@@ -141,7 +141,7 @@ class SharedOutbox(Outbox):
 
     def pause(self, others: Collection[int]) -> None:
         """Look, let others work, sleep."""
-        self._awaited = min(others)
+        self._awaited = sorted(others)
         try:
             self._patience()
         except ConnectionError:
@@ -157,8 +157,8 @@ class SharedOutbox(Outbox):
     def _readers(self) -> list[int]:
         return [other for other in self.others if other not in self.gone]
 
-    def _whom(self) -> tuple[int, str]:
-        return self._awaited, f"rank {self.rank} has waited for rank {self._awaited} to write or read a letter"
+    def _whom(self) -> tuple[list[int], str]:
+        return self._awaited, "for {} to write or read a letter"
 
 
 class MailedOutbox(Outbox):

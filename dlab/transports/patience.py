@@ -8,21 +8,25 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dlab.transports.bells import Bell
+from dlab.transports.waiting import Wait, name_ranks, tell
 
 LOOKS, YIELDS = 100, 200  # turns of each, before sleeping; where ranks outnumber cores, looking keeps others from it
 NAP, LONGEST_NAP = 20e-6, 1e-3
 ASK = 0.05  # seconds between two questions whether the wait can still end well
+
+Whom = Callable[[], tuple[Sequence[int], str]]  # whom a wait is for, and what: ([1], "to receive from {}")
 
 
 class Peers:
     """Who the other ranks are, as far as a wait must know: their processes, in memory that all ranks see."""
 
     def __init__(self, numbers: memoryview, rank: int) -> None:
-        self._pids = numbers
+        self._pids, self.rank = numbers, rank
         self._pids[rank] = os.getpid()
+        self.workers = len(numbers)  # the others are their servers
         self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
         self.closed = False
         self.together = False  # does the death of any rank end the wait for any other?
@@ -43,6 +47,15 @@ class Peers:
         dead = [other for other in range(len(self._pids)) if self.together and self._is_dead(other)]
         return f"which has no use any more: the process of rank {dead[0]} has ended" if dead else None
 
+    def tell(self, since: float, ranks: Sequence[int], what: str) -> None:
+        """Say what this rank waits for, to whoever looks after it."""
+        tell(Wait(since, what, list(ranks), [self._pids[rank] for rank in ranks]))
+
+    def complaint(self, ranks: Sequence[int], what: str) -> str:
+        """`rank 0 has waited to receive from rank 1`."""
+        names = name_ranks(ranks, self.workers)
+        return f"{name_ranks([self.rank], self.workers)} has waited {what.replace('{}', names)}"
+
     def _is_dead(self, rank: int) -> bool:
         pid = self._pids[rank]
         return bool(pid) and _has_ended(pid)
@@ -62,43 +75,45 @@ def _has_ended(pid: int) -> bool:
 class Patience:
     """Call it for each turn in vain. It raises when the wait has become hopeless, or longer than `timeout` seconds.
 
-    `whom` gives the other rank, and the complaint to begin the error with.
+    `whom` gives the ranks that it waits for, and what for; one that lasts tells it now and then.
     """
 
-    def __init__(
-        self, peers: Peers, timeout: float, whom: Callable[[], tuple[int, str]], bell: Bell | None = None
-    ) -> None:
+    def __init__(self, peers: Peers, timeout: float, whom: Whom, bell: Bell | None = None) -> None:
         self._peers, self._timeout, self._whom, self._bell = peers, timeout, whom, bell
         self.reset()
 
     def reset(self) -> None:
         """Something has changed: begin again."""
-        self._turns, self._deadline, self._ask = 0, 0.0, 0.0
+        self._turns, self._since, self._ask = 0, 0.0, 0.0
 
     def __call__(self) -> None:
         self._turns += 1
         if self._turns <= self._peers.looks:
             return
         if self._bell is not None:
-            self._deadline = self._deadline or time.monotonic() + self._timeout
+            self._since = self._since or time.monotonic()
             if not self._bell.sleep(ASK):
-                self._complain(time.monotonic() > self._deadline)
+                self._complain(time.monotonic())
             return
         if self._turns <= self._peers.looks + YIELDS:
             os.sched_yield()
             return
         now = time.monotonic()
-        self._deadline = self._deadline or now + self._timeout
+        self._since = self._since or now
         if now > self._ask:
             self._ask = now + ASK
-            self._complain(now > self._deadline)
+            self._complain(now)
         time.sleep(min(NAP * (self._turns - self._peers.looks - YIELDS), LONGEST_NAP))
 
-    def _complain(self, too_long: bool) -> None:
-        other, complaint = self._whom()
-        if trouble := self._peers.trouble(other):
-            raise ConnectionError(f"{complaint}, {trouble}")
-        if too_long:
+    def _complain(self, now: float) -> None:
+        others, what = self._whom()
+        if what and now > self._since:  # not when it has just begun
+            self._peers.tell(self._since, others, what)
+        for other in others or [self._peers.rank]:
+            if trouble := self._peers.trouble(other):
+                raise ConnectionError(f"{self._peers.complaint([other], what)}, {trouble}")
+        if now > self._since + self._timeout:
             raise TimeoutError(
-                f"{complaint} for {self._timeout:g} s, then its timeout was over: is that rank stuck, or slow?"
+                f"{self._peers.complaint(others, what)} for {self._timeout:g} s, then its timeout was over: "
+                f"{'is that rank' if len(others) < 2 else 'are these ranks'} stuck, or slow?"
             )

@@ -109,11 +109,11 @@ class SharedTransport(Transport):
     def _patience(self, outgoing: Parcel | None, incoming: Parcel | None) -> Patience:
         """To wait for the one that we receive from, else for the one that we send to."""
 
-        def whom() -> tuple[int, str]:
+        def whom() -> tuple[list[int], str]:
             if incoming is not None:
-                return incoming[1], f"rank {self.rank} has waited to receive from rank {incoming[1]}"
+                return [incoming[1]], "to receive from {}"
             assert outgoing is not None
-            return outgoing[1], f"rank {self.rank} has waited to send to rank {outgoing[1]}"
+            return [outgoing[1]], "to send to {}"
 
         return Patience(self.peers, self.timeout, whom)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dlab.transports.base import Parcel, Transport
 from dlab.transports.checked import compare, header
+from dlab.transports.waiting import waiting
 
 
 class StoreTransport(Transport):
@@ -30,7 +31,9 @@ class StoreTransport(Transport):
         if incoming is not None:
             tensor, source = incoming
             key = f"{source}-{self.rank}-{self._received[source]}"
-            count, dtype, *content = map(int, self._store.get(key).decode().split(","))
+            with waiting("to be connected with the others"):
+                found = self._store.get(key)
+            count, dtype, *content = map(int, found.decode().split(","))
             self._received[source] += 1
             self._store.delete_key(key)
             compare((count, dtype), tensor, source, self.rank)

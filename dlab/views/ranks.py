@@ -1,4 +1,4 @@
-"""The ranks at a glance: running, waiting for whom, slow, paused, finished, dead; and how far each has got."""
+"""The ranks at a glance: running, waiting for whom, slow, paused, finished, dead; how far each is; and why all hang."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ LOOKS = {
 
 class Ranks(View):
     """A box per rank, from events of kind `state` (what became of it) and `log` (how far it is, and whom it waits for).
+    While no rank gets on, as events of kind `hang` say, what each waits for, and why that will not end.
 
     >>> Ranks([*run.states, *run.events])
     rank 0   waiting for rank 2   step 41
@@ -39,6 +40,8 @@ class Ranks(View):
     def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
         self._steps: dict[int, int] = {}
+        self._hangs: dict[int, str] = {}  # what each rank waits for, in words, while none gets on
+        self.hang = ""
         self._timeline = timeline or Timeline()
         self._shares_it = timeline is not None  # somebody else gives it its events
         super().__init__(events)
@@ -49,6 +52,10 @@ class Ranks(View):
         if not self._shares_it:
             self._timeline.add(arrived)
         self._states.update({event.rank: event.data for event in arrived.others if event.kind == "state"})
+        for event in arrived.others:
+            if event.kind == "hang":
+                self._hangs = {row["rank"]: row["words"] for row in event.data["ranks"]}
+                self.hang = f"no rank makes progress: {event.data['why']}" if self._hangs else ""
         for rank, logged in arrived.logged.items():
             if logged.step is not None:
                 self._steps[rank] = logged.step
@@ -71,6 +78,8 @@ class Ranks(View):
             words = " ".join(filter(None, [state, last.get("why", "")]))
             if state == "dead":
                 words = f"dead: {last['why']}"
+            elif state in ("running", "delayed") and rank in self._hangs:
+                state, words = "waiting", self._hangs[rank]
             elif state == "running" and rank in waiting:
                 state, words = "waiting", f"waiting for rank {waiting[rank]}"
             elif state == "running" and rank in slow:
@@ -81,8 +90,9 @@ class Ranks(View):
     def figure(self) -> Figure:
         """A coloured box per rank."""
         rows = self.rows()
-        figure = Figure(figsize=(7, 0.34 * max(1, len(rows)) + 0.1))
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(len(rows) or 1, 0))
+        lines = max(1, len(rows)) + bool(self.hang)
+        figure = Figure(figsize=(7, 0.34 * lines + 0.1))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(lines, 0))
         axes.set_axis_off()
         for line, (rank, state, words, step) in enumerate(rows):
             colour, sign = LOOKS[state]
@@ -90,6 +100,7 @@ class Ranks(View):
             axes.add_patch(box)
             axes.text(0.065, line + 0.5, self.name(rank), ha="center", va="center", color="white")
             axes.text(0.13, line + 0.5, f"{sign} {words}" + _at(step), va="center")
+        axes.text(0.02, len(rows) + 0.5, self.hang, va="center", color=LOOKS["failed"][0])
         return figure
 
     def data(self) -> dict[str, Any]:
@@ -99,18 +110,19 @@ class Ranks(View):
             colour, sign = LOOKS[state]
             told = {"name": self.name(rank), "state": state, "words": words + _at(step)}
             rows.append({**told, "colour": colour, "sign": sign})
-        return {"ranks": rows}
+        return {"ranks": rows, "hang": self.hang}
 
     @property
     def alt(self) -> str:
         """All states in words."""
-        return "; ".join(f"{self.name(rank)} {words}{_at(step)}" for rank, _, words, step in self.rows()) + "."
+        told = [f"{self.name(rank)} {words}{_at(step)}" for rank, _, words, step in self.rows()]
+        return "; ".join([*told, self.hang] if self.hang else told) + "."
 
     def __str__(self) -> str:
         rows = [(self.name(rank), words, _at(step).strip(", ")) for rank, _, words, step in self.rows()]
         width = max((len(words) for _, words, _ in rows), default=0)
         lines = [f"{name:<8} {words:<{width}}  {step}" for name, words, step in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in ([*lines, self.hang] if self.hang else lines))
 
 
 def _at(step: int | None) -> str:

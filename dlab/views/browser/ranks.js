@@ -2,11 +2,12 @@
 
 views.ranks = {
   clock: "none",
-  height: (data, width) => 24 * Math.ceil(data.ranks.length / (width > 700 ? 2 : 1)) + 4,
+  columns: (data, width) => (width > 700 && !data.hang ? 2 : 1), // what each waits for needs the whole width
+  height: (data, width) => 24 * Math.ceil(data.ranks.length / views.ranks.columns(data, width)) + (data.hang ? 28 : 4),
 
   draw(paint, data) {
     const { context, width, picture } = paint;
-    const columns = width > 700 ? 2 : 1;
+    const columns = views.ranks.columns(data, width);
     context.textBaseline = "middle";
     data.ranks.forEach((rank, index) => {
       const x = (index % columns) * (width / columns);
@@ -22,6 +23,11 @@ views.ranks = {
       context.textAlign = "left";
       context.fillText(`${rank.sign} ${rank.words}`, x + 68, y, width / columns - 72);
     });
+    if (data.hang) {
+      context.fillStyle = "#D55E00";
+      context.fillText(data.hang, 2, 24 * data.ranks.length + 12, width - 4);
+    }
+    picture.box.dataset.hang = data.hang || "";
     picture.box.dataset.states = data.ranks.map((rank) => rank.state).join(" ");
   },
 };
