@@ -1,4 +1,4 @@
-"""dlab's own solution is noticed by whatever name it is called, on threads and in workers; only a learner's call counts."""
+"""dlab's own solution is noticed by whatever name, on threads and in workers, and only where a learner calls it."""
 
 import sys
 from functools import partial
