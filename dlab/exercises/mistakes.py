@@ -15,8 +15,8 @@ from torch import Tensor
 class Mistake:
     """What a ring does with what comes in, how many steps more or less it takes, and which chunk it takes for another.
 
-    `add` and `keep` change the chunk in place; `new` and `put` let what they make, or what has come in, take the chunk's
-    place in a list of chunks, and `forget` keeps it nowhere; `none`: the round is missing.
+    `add` and `keep` change the chunk in place; `new` and `put` let the sum, or what has come in, take the chunk's place
+    in a list of chunks, and `forget` keeps it nowhere; `none`: the round is missing.
     """
 
     sentence: str
@@ -36,8 +36,8 @@ MISTAKES = [
         second="none",
     ),
     Mistake(
-        "every rank holds a part of the sum and none has it all, although the finished chunks went round: what comes in "
-        "during the second round must be written into the tensor. Receive it into the chunk itself",
+        "every rank holds a part of the sum and none has it all, although the finished chunks went round: what comes "
+        "in during the second round must be written into the tensor. Receive it into the chunk itself",
         second="put",
     ),
     Mistake(
@@ -47,8 +47,9 @@ MISTAKES = [
         first="new",
     ),
     Mistake(
-        "in the end each chunk holds the numbers of a single rank: the first round adds to nothing that stays. "
-        "chunk = chunk + incoming makes a new tensor, and leaves the chunk as it was: write chunk += incoming",
+        "in the end each chunk holds the numbers of a single rank: the first round adds to nothing that is sent on. "
+        "Write chunk += incoming (chunk = chunk + incoming makes a new tensor, and leaves the chunk as it was), with "
+        "the chunk that goes out in the next step",
         first="forget",
     ),
     Mistake(

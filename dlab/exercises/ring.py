@@ -156,8 +156,8 @@ class _Trial:
             return mistake.sentence
         if untouched := self._untouched():
             return (
-                f"{count(len(untouched), 'element')} at the end {'is' if len(untouched) == 1 else 'are'} left as before: the chunks do not cover the tensor. "
-                "tensor.tensor_split(n) cuts it so that nothing is left over"
+                f"{count(untouched, 'element')} {'is' if untouched == 1 else 'are'} left as before: the chunks do not "
+                "cover the tensor. tensor.tensor_split(n) cuts it so that nothing is left over"
             )
         rank, element = (int(index) for index in (~parts).nonzero()[0])
         found, wanted = self.tensors[rank][element].item(), self.sum[element].item()
@@ -166,11 +166,11 @@ class _Trial:
             f"10**r times 1, 2, 3, …, so the digits say whose part is missing, and whose came more than once"
         )
 
-    def _untouched(self) -> list[int]:
-        """The elements that are everybody's own still, if all others are right."""
+    def _untouched(self) -> int:
+        """How many elements are everybody's own still, if all others are right."""
         own = torch.stack([tensor == own for tensor, own in zip(self.tensors, self.own, strict=True)]).all(0)
         right = torch.stack([tensor == self.sum for tensor in self.tensors]).all(0)
-        return own.nonzero().flatten().tolist() if bool((own | right).all()) else []
+        return int(own.sum()) if (own | right).all() else 0
 
     def _wrong_messages(self, played: Rehearsal) -> str | None:
         size = self.elements * self.sum.element_size()
