@@ -160,7 +160,7 @@ WRONG = [
     (lambda indices, ranks: [list(indices) for _ in range(ranks)], "dealt an index more than once"),
     (
         lambda indices, ranks: [indices] * ranks,
-        "gave one and the same list as shard 1 and as another one: [[]] * ranks",
+        "gave one and the same list as shard 1 and as another one, so that two ranks would train on the",
     ),
     (one_list_with_many_names, "([[]] * ranks, too, is one list with many names: write [[] for _ in range(ranks)])"),
     (padded, "10 indices for 3 ranks dealt an index more than once: two ranks would train on the same image"),

@@ -1,12 +1,13 @@
 """The tour's exercise: the mean by one all-reduce passes in whatever style, and each mistake is told apart."""
 
+import os
 import threading
 import time
 
 import pytest
 import torch
 from averages import RIGHT, as_in_the_tour, dlabs_allreduce
-from averages_wrong import WRONG, one_by_one, sum_only
+from averages_wrong import WRONG, broken_on_1, leaves_rank_2_out, one_by_one, sum_only
 
 import dlab
 from dlab.exercises import averaging
@@ -57,6 +58,17 @@ def test_the_notebooks_random_numbers_are_left_alone(cluster):
     torch.manual_seed(3)
     check_one_message(sum_only, cluster)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_nothing_stays_behind_in_the_workers(cluster):
+    def open_files():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    check_one_message(sum_only, cluster)
+    before = cluster.run(open_files)
+    for wrong in (sum_only, leaves_rank_2_out, broken_on_1):
+        check_one_message(wrong, cluster)
+    assert cluster.run(open_files) == before
 
 
 def test_it_works_on_a_cluster_of_any_size():

@@ -11,7 +11,7 @@ from typing import Any
 CASES = [(list(range(12)), 4), (list(range(10)), 3), (list(range(100, 60_100)), 7), ([5, 8], 3), ([7, 3, 9, 4, 1], 1)]
 
 
-def check_equal_shards(solve: Callable[[list[int], int], Any]) -> str:
+def check_equal_shards(solve: Any) -> str:
     """Try `solve(indices, ranks)` on a few cases: "well done …", or "not yet: …" with the first thing to mend.
 
     Asked for are as many shards as ranks, all of one length, no index twice, and fewer left out than there are ranks.

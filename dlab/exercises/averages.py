@@ -55,7 +55,7 @@ def _tell_gradients(own: list[Gradients], found: list[Gradients], calls: list[st
     if set(kinds.values()) == {"mean"}:
         return None
     if set(kinds.values()) == {"own"}:
-        return _SENTENCES["own, sent" if calls else "own"]
+        return _SENTENCES["own, sent" if any("reduce" in call for call in calls) else "own"]
     for source in range(ranks):
         if all(kind == ("own" if rank == source else f"rank {source}") for (rank, _), kind in kinds.items()):
             return (

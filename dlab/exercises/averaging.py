@@ -34,7 +34,7 @@ _NAMES = {"allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesce
 _ONCE = {"all_reduce", "all_reduce_coalesced", "allreduce", *(each.__name__ for each in _OWN)}
 
 
-def check_one_message(average: Average, cluster: Cluster) -> str:
+def check_one_message(average: Any, cluster: Cluster) -> str:
     """Try `average(model)` on the cluster, then with 3, 2 and 5 ranks: "well done …", or "not yet: …" and why.
 
     Asked for is the mean over the ranks in every `parameter.grad`, with a single all-reduce.
@@ -133,6 +133,7 @@ class _Trial:
         except Exception as problem:
             report = Report.of(problem)
             meeting.leave()
+        meeting.close()
         return {
             "gradients": {name: _plain(each.grad) for name, each in model.named_parameters()},
             "weights": {name: _plain(each) for name, each in model.named_parameters()},
@@ -205,6 +206,10 @@ class _Meeting(TorchDispatchMode):
             self.meet((FAILED, []))
         except _Ended:
             pass
+
+    def close(self) -> None:
+        """All ranks have met for the last time."""
+        dist.destroy_process_group(self._group)
 
 
 def _tell_disagreement(calls: list[Call]) -> str:
