@@ -339,9 +339,9 @@ WRONG = [
     (collectives.ring_allreduce, "this calls dlab's own ring_allreduce, which is the answer: write the two rounds"),
     (lambda tensor, transport: collectives.ring_allreduce(tensor, transport), "this calls dlab's own ring_allreduce"),
     (partial(collectives.ring_allreduce, op="mean"), "this calls dlab's own ring_allreduce"),
-    (collectives.naive_allreduce, "this calls dlab's own naive_allreduce"),
+    (collectives.naive_allreduce, "this calls dlab's own naive_allreduce: do without it, and write the two rounds"),
     (collectives.halving_doubling_allreduce, "this calls dlab's own halving_doubling_allreduce"),
     (dlabs_two_rounds, "this calls dlab's own collect_chunks, which is the answer"),
-    (dlabs_scatter_and_gather, "this calls dlab's own reduce_scatter, which is the answer"),
-    (lambda tensor, transport: dlab.allreduce(tensor), "this calls dlab's own allreduce, which is the answer"),
+    (dlabs_scatter_and_gather, "this calls dlab's own reduce_scatter: do without it"),
+    (lambda tensor, transport: dlab.allreduce(tensor), "this calls dlab's own allreduce: do without it"),
 ]

@@ -71,7 +71,9 @@ def test_nothing_stays_behind_in_the_workers(cluster):
     assert cluster.run(open_files) == before
 
 
-def test_it_works_on_a_cluster_of_any_size():
-    with dlab.Cluster(1) as one:
-        assert check_one_message(as_in_the_tour, one).startswith("well done")
-        assert "called 8 times" in check_one_message(one_by_one, one)
+@pytest.mark.parametrize(("workers", "backend"), [(1, "auto"), (2, "dlab")])
+def test_it_works_on_a_cluster_of_any_size_and_backend(workers, backend, monkeypatch):
+    monkeypatch.setattr(averaging, "OTHER_SIZES", (3,))
+    with dlab.Cluster(workers, backend=backend) as another:
+        assert check_one_message(as_in_the_tour, another).startswith("well done")
+        assert "called 8 times" in check_one_message(one_by_one, another)

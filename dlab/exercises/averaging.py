@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlab import collectives
+from dlab.backend import NAME
 from dlab.exercises.averages import Gradients, tell_wrong
 from dlab.exercises.own import each_call, is_inside_dlab
 from dlab.exercises.playing import join, name_ranks, tell_line
@@ -45,8 +47,10 @@ def check_one_message(average: Any, cluster: Cluster) -> str:
     if not callable(average):
         return f"not yet: {average!r} is no function: write def my_average(model)."
     try:
-        if problem := _Trial(average, SimpleCNN).problem(cluster):
-            return f"not yet: {problem}."
+        # a process group of dlab's own is written in Python: what goes on there is not seen as operators
+        with Cluster(cluster.workers) if cluster.backend == NAME else nullcontext(cluster) as given:
+            if problem := _Trial(average, SimpleCNN).problem(given):
+                return f"not yet: {problem}."
         for size in OTHER_SIZES:
             if size != cluster.workers:
                 with Cluster(size) as another:
