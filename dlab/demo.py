@@ -8,19 +8,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import chain, islice, repeat
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from dlab.data import mnist, partition_dataset
+from dlab.exercises.averaging import check_one_message
 from dlab.models import SimpleCNN
 from dlab.processes.cluster import Cluster
-from dlab.processes.errors import WorkerError
 from dlab.processes.inside import device, knob, log, rank, world_size
 from dlab.reduction import average_gradients
 from dlab.training.progress import show_progress
+
+__all__ = ["accuracy", "average_gradients", "check_one_message", "main", "train"]
 
 Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
 
@@ -52,41 +52,6 @@ def accuracy(model: torch.nn.Module) -> float:
     images, labels = mnist(train=False)[:]
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).float().mean().item()
-
-
-def check_one_message(average: Average, cluster: Cluster) -> str:
-    """The tour's exercise: gradients averaged with a single all-reduce. "well done …", or "not yet: …" and why."""
-    try:
-        problems = [problem for problem in cluster.run(_problem_of, average, timeout=60) if problem]
-    except WorkerError as error:
-        return f"not yet: {error}"
-    return f"not yet: {problems[0]}." if problems else "well done: the right mean, with one message instead of eight."
-
-
-def _problem_of(average: Average) -> str | None:
-    model = SimpleCNN()
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, (rank() + 1.0) * (number + 1))
-    calls, all_reduce = 0, dist.all_reduce
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = count
-    try:
-        average(model)
-    finally:
-        dist.all_reduce = all_reduce
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        mean = (world_size() + 1) / 2 * (number + 1)
-        if parameter.grad is None or not torch.allclose(parameter.grad, torch.tensor(mean)):
-            found = "None" if parameter.grad is None else f"{parameter.grad.flatten()[0].item():g}"
-            return f"the gradient of {name} should be {mean:g} everywhere, the mean over the ranks, and is {found}"
-    if calls != 1:
-        return f"all_reduce was called {calls} times: pack the gradients into one tensor first"
-    return None
 
 
 def main(workers: int = 4, steps: int = 200) -> None:

@@ -25,10 +25,15 @@ class Attempt:
     def tell_failure(self, name: str) -> str:
         """Who failed and how, with the line of the function of this name in which it happened."""
         error = self.failed[min(self.failed)]
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == name]
-        lines = [frame.line for frame in frames if frame.filename == frames[0].filename]  # torch has names like ours
-        where = f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
+        where = tell_line(traceback.extract_tb(error.__traceback__), name)
         return f"{name_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
+
+
+def tell_line(frames: list[traceback.FrameSummary], name: str) -> str:
+    """`, in the line `x = 1 / 0``: the last one of the function of this name; empty if its source is not there."""
+    frames = [frame for frame in frames if frame.name == name]
+    lines = [frame.line for frame in frames if frame.filename == frames[0].filename]  # torch has names like ours
+    return f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
 
 
 def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attempt:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from dlab import cost
+from dlab import collectives, cost
+from dlab.collectives.ring import collect_chunks, pass_chunks, ring_allreduce
+from dlab.exercises.mistakes import find_mistake
+from dlab.exercises.own import each_call, tell_own
 from dlab.exercises.playing import attempt, count, name_ranks
+from dlab.reduction import allreduce
 from dlab.rehearsal import Rehearsal
 from dlab.transports import Transport
 from dlab.transports.base import Parcel
@@ -23,6 +26,7 @@ CASES = [
 ]
 SLOW_RANK, PAUSE = 1, 0.01  # seconds before each of its messages
 LIMIT = 10.0  # seconds for one case, which takes a right ring some milliseconds
+OWN = (*(getattr(collectives, name) for name in collectives.__all__), collect_chunks, pass_chunks, allreduce)
 
 
 def check_ring(my_ring: Ring) -> str:
@@ -43,15 +47,27 @@ def check_ring(my_ring: Ring) -> str:
     )
 
 
-class _Slow(Transport):
-    """A rank that takes its time before every message."""
+class _Watched(Transport):
+    """Sees what a rank sends while it receives; a slow one takes its time before every message."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport, self.rank, self.size = transport, transport.rank, transport.size
+    def __init__(self, transport: Transport, pause: float) -> None:
+        self._transport, self._pause, self.rank, self.size = transport, pause, transport.rank, transport.size
+        self.sent: list[torch.Tensor] = []
+        self.overwrites = False  # has something come in where it would overwrite what goes out?
+        self.partners: tuple[int, int] | None = None  # to whom and from whom, in an exchange that goes on
 
     def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        time.sleep(PAUSE)
+        time.sleep(self._pause)
+        if outgoing:
+            self.sent.append(outgoing[0].clone())
+        if outgoing and incoming:
+            self.overwrites = self.overwrites or _overlap(outgoing[0], incoming[0])
+            self.partners = outgoing[1], incoming[1]
         self._transport.move(outgoing, incoming)
+        self.partners = None
+
+    def barrier(self) -> None:
+        self._transport.barrier()  # not recorded
 
     def label(self, phase: str, step: int) -> None:
         self._transport.label(phase, step)
@@ -65,14 +81,25 @@ class _Trial:
         self.own = [10.0**rank * torch.arange(1.0, elements + 1) for rank in range(ranks)]
         self.sum = torch.stack(self.own).sum(0)
         self.tensors = [tensor.clone() for tensor in self.own]
+        self.transports: list[_Watched] = []
+        self.called: list[str] = []  # dlab's own solutions
 
     def problem(self) -> str | None:
         """What is wrong, in words that follow "with 4 ranks and 12 elements,"; None if nothing is."""
         made = attempt(self._work, self.ranks, LIMIT)
+        if self.called:
+            return _tell_own(self.called)
+        if any(each.overwrites for each in self.transports):
+            return (
+                "an exchange receives into the memory from which it sends: what comes in may overwrite what has not "
+                "gone out yet. Receive into another chunk, or into torch.empty_like(chunk)"
+            )
         if made.deadlock:
-            return _tell_deadlock(made.deadlock)
+            return self._tell_deadlock(made.deadlock)
         if made.failed:
-            return made.tell_failure(getattr(self.my_ring, "__name__", ""))
+            hint = "; give the chunk a name: chunk = chunks[i], then chunk += incoming"
+            told = made.tell_failure(getattr(self.my_ring, "__name__", ""))
+            return told + hint * ("'tuple' object does not support item assignment" in told)
         if made.rehearsal is None:
             return (
                 f"{name_ranks(made.stuck)} had not returned after {LIMIT:g} s: look for a loop that does not end; "
@@ -82,15 +109,34 @@ class _Trial:
 
     def _work(self, transport: Transport) -> object:
         rank = transport.rank
-        return self.my_ring(self.tensors[rank], _Slow(transport) if self.slow and rank == SLOW_RANK else transport)
+        watched = _Watched(transport, PAUSE if self.slow and rank == SLOW_RANK else 0.0)
+        self.transports.append(watched)
+        with each_call(self.called.append, *OWN):
+            return self.my_ring(self.tensors[rank], watched)
 
-    def _wrong_values(self, returned: list[Any]) -> str | None:
+    def _tell_deadlock(self, chain: str) -> str:
+        partners = [each.partners for each in self.transports]
+        if self.ranks > 2 and all(pair and pair[0] == pair[1] for pair in partners):
+            hint = "every rank receives from the neighbour to which it sends; receive from the one on the other side"
+        elif None not in partners:
+            hint = "let every rank send to the neighbour on one side, the same for all, and receive from the other side"
+        elif "has returned" in chain:
+            hint = "every rank must take the same number of steps, 2(n-1), and receive whatever is sent to it"
+        elif "receive from" not in chain:
+            hint = "everyone sends first and nobody receives; transport.exchange does both at once"
+        elif "send to" not in chain:
+            hint = "everyone waits to receive and nobody sends; transport.exchange does both at once"
+        else:
+            hint = "each waits for another one; transport.exchange sends and receives at once"
+        return f"there is a {chain}: {hint}"
+
+    def _wrong_values(self, played: Rehearsal) -> str | None:
         right = [torch.equal(tensor, self.sum) for tensor in self.tensors]
         if all(right):
             return None
         done = [rank for rank in range(self.ranks) if right[rank]]
         parts = torch.stack([tensor == self.sum for tensor in self.tensors])
-        if all(isinstance(tensor, torch.Tensor) and torch.equal(tensor, self.sum) for tensor in returned):
+        if all(isinstance(tensor, torch.Tensor) and torch.equal(tensor, self.sum) for tensor in played):
             return "the sum is returned as a new tensor: work in place, as with tensor.copy_(result)"
         if all(torch.equal(tensor, own) for tensor, own in zip(self.tensors, self.own, strict=True)):
             return (
@@ -105,10 +151,13 @@ class _Trial:
             )
         if all(torch.allclose(tensor, self.sum / self.ranks) for tensor in self.tensors):
             return "every rank holds the mean: leave the sum as it is, dividing is for the caller"
-        if parts.any(0).all() and parts.any(1).all():
+        sent = [each.sent for each in sorted(self.transports, key=lambda each: each.rank)]
+        if mistake := find_mistake(self.own, self.tensors, sent):
+            return mistake.sentence
+        if untouched := self._untouched():
             return (
-                "every rank holds a part of the sum and none has it all: "
-                "the second round is missing, in which the finished chunks go round once more"
+                f"{count(untouched, 'element')} {'is' if untouched == 1 else 'are'} left as before: the chunks do not "
+                "cover the tensor. tensor.tensor_split(n) cuts it so that nothing is left over"
             )
         rank, element = (int(index) for index in (~parts).nonzero()[0])
         found, wanted = self.tensors[rank][element].item(), self.sum[element].item()
@@ -116,6 +165,12 @@ class _Trial:
             f"element {element} of rank {rank} is {found:g}, but the sum is {wanted:g}: rank r began with "
             f"10**r times 1, 2, 3, …, so the digits say whose part is missing, and whose came more than once"
         )
+
+    def _untouched(self) -> int:
+        """How many elements are everybody's own still, if all others are right."""
+        own = torch.stack([tensor == own for tensor, own in zip(self.tensors, self.own, strict=True)]).all(0)
+        right = torch.stack([tensor == self.sum for tensor in self.tensors]).all(0)
+        return int(own.sum()) if (own | right).all() else 0
 
     def _wrong_messages(self, played: Rehearsal) -> str | None:
         size = self.elements * self.sum.element_size()
@@ -131,6 +186,12 @@ class _Trial:
             return (
                 f"the sum is right, but only {sum(sent)} bytes were sent, and no ring can do with fewer than "
                 f"{sum(formula.bytes_per_rank)}: the ranks of a cluster share no variables, so send it all"
+            )
+        sizes = {event.data["bytes"] for event in played.messages}
+        if even and sizes == {size // self.ranks} and len(played.messages) > formula.messages:
+            return (
+                f"the sum is right, but there were {len(played.messages)} messages; a ring has 2n(n-1), that is "
+                f"{formula.messages}: each of the two rounds takes n-1 steps"
             )
         if sum(sent) > sum(formula.bytes_per_rank) or (even and sent != formula.bytes_per_rank):
             who = "each rank" if len(set(sent)) == 1 else f"rank {most}"
@@ -155,16 +216,16 @@ class _Trial:
         )
 
 
-def _tell_deadlock(chain: str) -> str:
-    if "has returned" in chain:
-        hint = "every rank must take the same number of steps, 2(n-1), and receive whatever is sent to it"
-    elif "receive from" not in chain:
-        hint = "everyone sends first and nobody receives; transport.exchange does both at once"
-    elif "send to" not in chain:
-        hint = "everyone waits to receive and nobody sends; transport.exchange does both at once"
-    else:
-        hint = "each waits for another one; transport.exchange sends and receives at once"
-    return f"there is a {chain}: {hint}"
+def _tell_own(called: list[str]) -> str:
+    if called[0] in (ring_allreduce.__name__, collect_chunks.__name__, pass_chunks.__name__):
+        return tell_own(called, "write the two rounds yourself, with send, recv or exchange")
+    return f"this calls dlab's own {called[0]}: do without it, and write the two rounds with send, recv or exchange"
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two contiguous tensors have memory in common?"""
+    starts, ends = zip(*((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, other)), strict=True)
+    return max(starts) < min(ends)
 
 
 def _times(part: int, size: int) -> str:
