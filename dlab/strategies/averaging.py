@@ -28,8 +28,8 @@ class ModelAveraging(Strategy):
     """Average parameters every `every` steps, or only at the end (None).
 
     Costs one all-reduce of the model each time, instead of one per step. With `outer`, a function that makes an
-    optimizer, such as `nesterov`, the difference between the last common model and the average is taken as a gradient of
-    that optimizer. With plain SGD and `every=1` it is synchronous SGD.
+    optimizer, such as `nesterov`, the difference between the last common model and the average is taken as a gradient
+    of that optimizer. With plain SGD and `every=1` it is synchronous SGD.
     """
 
     def __init__(self, every: int | None = None, outer: Outer | None = None) -> None:
