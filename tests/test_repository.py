@@ -232,6 +232,16 @@ def shows_text(cell: Any) -> bool:
     return any(output.output_type == "stream" or "text/plain" in output.get("data", {}) for output in cell.outputs)
 
 
+def is_compared(cell: Any) -> bool:
+    """Whether nbval fails when the text of a cell changes."""
+    return shows_text(cell) and not tags(cell).intersection(IGNORED)
+
+
+def asserts(cell: Any) -> bool:
+    """Whether a cell fails by itself when something is not true; nbval sees that whatever it ignores."""
+    return bool(re.search(r"^\s*assert\b", cell.source, re.MULTILINE))
+
+
 def has_alt_text(cell: Any, output: Any) -> bool:
     """Whether a picture says in words what is to be seen: `<img alt=…>` beside it, or "alt" in the cell's metadata."""
     html = output.data.get("text/html", "")
@@ -260,9 +270,9 @@ def notebook_problems(notebook: Any) -> list[str]:
             problems.append(f"{where} has more than {LONGEST_CELL} lines: which second idea is in it?")
         for tag in tags(cell).intersection(SKIPPED):
             problems.append(f"{where} has {tag}: every cell runs, and without an error")
-        compared = following and shows_text(following) and not tags(following).intersection(IGNORED)
-        if tags(cell).intersection(IGNORED) and not compared:
-            problems.append(f"{where} is not compared: print what must be true in the next cell")
+        checked = asserts(cell) or (following and (asserts(following) or is_compared(following)))
+        if tags(cell).intersection(IGNORED) and not checked:
+            problems.append(f"{where} is not compared: assert what must be true, there or in the next cell")
         for output in cell.outputs:
             if "image/png" in output.get("data", {}) and not has_alt_text(cell, output):
                 problems.append(f"{where} has a picture without alt text")
@@ -314,6 +324,7 @@ ERROR = [nbformat.v4.new_output("error", ename="ValueError", evalue="", tracebac
         (made_up(code_cell("# NBVAL_SKIP\nprint(1)")), "nbval-skip"),
         (made_up(code_cell("print(1)", 1, "nbval-ignore-output")), "not compared"),
         (made_up(code_cell("# NBVAL_IGNORE_OUTPUT\nprint(1)"), code_cell("a = 1", 2, outputs=[])), "not compared"),
+        (made_up(code_cell("print('assert')", 1, "nbval-ignore-output")), "not compared"),
         (made_up(code_cell(outputs=picture())), "alt text"),
         (made_up(code_cell(outputs=picture(**{"text/html": '<img alt="" src="x">'}))), "alt text"),
     ],
@@ -328,6 +339,8 @@ def test_a_problem_in_a_notebook_is_found(notebook, problem):
     [
         made_up(code_cell("a = 1\n" * 15)),
         made_up(code_cell("print(1)", 1, "nbval-ignore-output"), code_cell(count=2)),
+        made_up(code_cell("print(1)\nassert True", 1, "nbval-ignore-output")),
+        made_up(code_cell("run", 1, "nbval-ignore-output"), code_cell("assert run.done", 2, outputs=[])),
         made_up(code_cell(outputs=picture(**{"text/html": '<img src="x" alt="loss falls">'}))),
         made_up(code_cell(outputs=picture(), alt="loss falls")),
     ],

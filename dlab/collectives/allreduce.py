@@ -39,9 +39,11 @@ def tree_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") 
 
 
 def halving_doubling_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
-    """Halves with the far half of the ranks, quarters with the nearer, and back: 2 log2(n) steps, 2(n-1)/n per rank.
+    """Halves with the far half of the ranks, quarters with the nearer, and back.
 
-    If n is not a power of two, some ranks first hand their tensor to a neighbour, and get the result at the end.
+    For a power of two: 2 log2(n) steps, 2(n-1)/n of the tensor per rank. For other n, with p the power of two below
+    it, n-p ranks first hand their tensor to a neighbour and get the result at the end: 2 steps more than p ranks take,
+    and those neighbours send 2(p-1)/p + 1 of the tensor.
     """
     row, combine = prepare(tensor, op)
     rank, size = transport.rank, transport.size

@@ -1,6 +1,6 @@
 """Data slicing: every rank trains alone on its shard, and only the models are averaged, at the end or now and then.
 
-`every=k` is local SGD; with an outer optimizer it is DiLoCo. Taught in `03_sync_sgd.ipynb`.
+`every=k` is local SGD; `outer` is the outer step of DiLoCo. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ModelAveraging(Strategy):
     """Average parameters every `every` steps, or only at the end (None).
 
     Costs one all-reduce of the model each time, instead of one per step. With `outer`, a function that makes an
-    optimizer, such as `nesterov`, the way from the last common model to the average is taken as a gradient of that
-    optimizer. With plain SGD and `every=1` it is synchronous SGD.
+    optimizer, such as `nesterov`, the difference between the last common model and the average is taken as a gradient
+    of that optimizer. With plain SGD and `every=1` it is synchronous SGD.
     """
 
     def __init__(self, every: int | None = None, outer: Outer | None = None) -> None:
