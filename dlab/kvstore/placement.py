@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Key = int | str
 BIG = 1_000_000  # elements: a key with as many or more is cut
-_SPREAD = 9973  # a prime, so that keys that follow each other do not all meet on one server
+_SPREAD = 9973  # MXNet's; it is 1 modulo 2, 3, 4 and 6, so with as many servers it changes nothing
 
 
 class Part(NamedTuple):
@@ -38,6 +38,6 @@ def place(key: Key, count: int, servers: int, big: int = BIG, row: int = 1) -> l
 
 
 def server_of(key: Key, servers: int) -> int:
-    """Of a key that is not cut. A name counts as the number that its letters make, the same in every process."""
+    """Of a key that is not cut. The number of a name is its CRC-32, the same in every process."""
     number = key if isinstance(key, int) else zlib.crc32(key.encode())
     return number * _SPREAD % servers

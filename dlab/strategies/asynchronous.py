@@ -1,7 +1,8 @@
 """Asynchronous SGD without a server: every rank applies its own gradient at once, and the others' as they arrive.
 
-Nobody waits, so a straggler slows down nobody else; but a gradient may have been computed on weights that have moved
-on since. How far is its staleness. Taught in `04_async_sgd.ipynb`.
+No rank waits for a gradient, so a straggler slows down nobody else until they are `room` gradients ahead of it; but a
+gradient may be applied to weights that were updated since it was computed. The number of those updates is its
+staleness. Taught in `04_async_sgd.ipynb`.
 """
 
 from __future__ import annotations

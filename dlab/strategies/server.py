@@ -34,9 +34,11 @@ class ParameterServer(Strategy):
 
     `mode="sync"`: an update waits for the gradients of all workers. `"async"`: each gradient is an update as soon as it
     comes. `"ssp"`: the same, but no worker begins a step more than `staleness` steps ahead of the slowest; 0 is sync,
-    None is async; the knob `staleness` changes it while it trains. `compression` is for what workers push: "2bit", …,
-    see `dlab.kvstore.compression`. In async and ssp mode a worker that dies is missed by nobody. A server that dies
-    ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
+    None is async; the knob `staleness` changes it while it trains. This bound counts steps of workers; the staleness
+    that is reported with each step counts updates. In async and ssp mode the others go on without a worker that dies.
+    A server that dies ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
+
+    `compression` is for what workers push, not for what they pull: "2bit", …, see `dlab.kvstore.compression`.
 
     `servers=0` is for async on one host: the weights lie in shared memory, and each worker updates them itself, one at
     a time, under a lock.
