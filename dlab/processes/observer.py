@@ -33,7 +33,7 @@ def _look() -> None:
 
 
 def _find(frame: FrameType | None) -> tuple[int, str, int] | None:
-    """Which call, what it does, and with which rank. Nothing of a frame is kept: it holds the tensors of its function."""
+    """Which call, what it does, and with which rank. Nothing of a frame is kept: it holds its function's tensors."""
     while frame is not None and frame.f_code.co_filename == _FILE:
         name, what = _POINT_TO_POINT.get(frame.f_code.co_name, ("", ""))
         other = frame.f_locals.get(name) if name else None
