@@ -1,6 +1,7 @@
 """Time runs out, or the notebook is interrupted: the function ends within a second, whatever the workers are doing."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -40,7 +41,7 @@ def test_a_timeout_names_the_ranks_that_did_not_finish_and_what_they_were_in(clu
     assert "ranks 1 and 2 did not finish wait_for_rank_1 within 0.5 s; rank 2 waited for rank 1" in text
     assert "rank 1: at line" in text
     assert "time.sleep(1000)  # a long breakfast" in text
-    assert "rank 2: waiting in recv, line" in text
+    assert re.search(r"rank 2: waiting in recv( for rank 1)?, line", text)  # for whom is known a moment later
     assert error.value.ranks == [1, 2], "the likely culprit comes first"
     assert isinstance(error.value, TimeoutError)
 

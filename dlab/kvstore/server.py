@@ -129,7 +129,7 @@ class Server:
         """Whom the requests that cannot be answered yet wait for, and what for."""
         for worker, queue in enumerate(self._lines.queues):
             request = queue.head()
-            if request is None:
+            if request is None or request.op in (Op.INIT, Op.SET):  # these have come just now
                 continue
             if request.op == Op.CLOCK:
                 behind = [other for other in self._alive if self._clocks[other] < self._clocks[worker]]

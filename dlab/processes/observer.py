@@ -22,23 +22,22 @@ def observe() -> None:
 
 
 def _look() -> None:
-    main, seen, since = threading.main_thread().ident, None, 0.0
+    seen, since = None, 0.0
     while True:
         time.sleep(PERIOD)
-        frame = sys._current_frames().get(main or 0)
-        if frame is None or frame.f_code.co_filename != _FILE:
-            seen = None
-            continue
-        if frame is not seen:  # held, so that no other frame can be taken for it
-            seen, since = frame, time.monotonic()
-        _tell(frame, since)
+        found = _find(sys._current_frames().get(threading.main_thread().ident or 0))
+        if found != seen:
+            seen, since = found, time.monotonic()
+        if found is not None:
+            tell(Wait(since, found[1], [found[2]], [0]))
 
 
-def _tell(frame: FrameType | None, since: float) -> None:
-    """What the outermost says that was called: inside, a `send` may still be connecting itself."""
+def _find(frame: FrameType | None) -> tuple[int, str, int] | None:
+    """Which call, what it does, and with which rank. Nothing of a frame is kept: it holds its function's tensors."""
     while frame is not None and frame.f_code.co_filename == _FILE:
         name, what = _POINT_TO_POINT.get(frame.f_code.co_name, ("", ""))
         other = frame.f_locals.get(name) if name else None
         if isinstance(other, int):
-            tell(Wait(since, what, [other], [0]))
-        frame = frame.f_back
+            return id(frame), what, other
+        frame = frame.f_back  # a `send` that still has to be connected waits in what it has called
+    return None
