@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable
-from types import GeneratorType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlab.exercises.own import noticing, tell_own
@@ -42,10 +41,10 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
         raise Unfinished(f"it ended in {tell_error(made.failed[0])}") from made.failed[0]
     if made.rehearsal is None:
         raise Unfinished(tell_unreturned("it", bool(made.stuck), LIMIT))
-    if isinstance(made.rehearsal[0], GeneratorType):
+    if isinstance(made.rehearsal[0], Iterator):
+        kind = type(made.rehearsal[0]).__name__
         raise Unfinished(
-            "it gave a generator, which has done nothing yet: write return in place of yield, and [ ] in "
-            "place of ( ) around a loop"
+            f"it gave a {kind}, which has done nothing yet: use return, not yield, or put list(…) around it"
         )
     return made.rehearsal[0]
 
