@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FrameType
@@ -28,17 +28,28 @@ def noticing(*solutions: Callable[..., Any]) -> Iterator[list[str]]:
     >>> called
     ['ring_allreduce']
     """
-    names = {_code(solution): _function(solution).__qualname__ for solution in solutions}
     called: list[str] = []
+    with each_call(called.append, *solutions):
+        yield called
 
-    def notice(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and (name := names.get(frame.f_code)) and _is_outside(frame.f_back):
-            called.append(name)
+
+@contextmanager
+def each_call(
+    tell: Callable[[str], object], *functions: Callable[..., Any], builtins: Collection[str] = ()
+) -> Iterator[None]:
+    """The same, told at the moment of the call; `builtins` are the names of functions written in C."""
+    names = {id(_code(each)): _function(each).__qualname__ for each in functions}  # a copy of a code is equal to it
+
+    def notice(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and (name := names.get(id(frame.f_code))) and _is_outside(frame.f_back):
+            tell(name)
+        elif event == "c_call" and argument.__name__ in builtins:
+            tell(argument.__name__)
 
     before = sys.getprofile()
     sys.setprofile(notice)
     try:
-        yield called
+        yield
     finally:
         sys.setprofile(before)
 
@@ -48,9 +59,24 @@ def tell_own(called: list[str], instead: str) -> str:
     return f"this calls dlab's own {called[0]}, which is the answer: {instead}"
 
 
+def is_inside_dlab(except_for: Callable[..., Any]) -> bool:
+    """Does something of dlab's, which the learner's code has called, lead to the checker that asks?"""
+    frame, exempt = inspect.currentframe(), _code(except_for)
+    while frame is not None and _is_checker(frame):
+        frame = frame.f_back
+    while frame is not None and not _is_checker(frame):  # until the checker that has called the learner's code
+        if not _is_outside(frame) and frame.f_code is not exempt:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _is_outside(caller: FrameType | None) -> bool:
-    file = caller.f_code.co_filename if caller else ""
-    return not file.startswith(_DLAB) or file.startswith(_CHECKERS)
+    return caller is None or _is_checker(caller) or not caller.f_code.co_filename.startswith(_DLAB)
+
+
+def _is_checker(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_CHECKERS)
 
 
 def _function(solution: Callable[..., Any]) -> Any:
