@@ -67,10 +67,8 @@ def tell_applied(
     if kind == ("own", 1.0):
         return _tell_own_step(talked, late)
     if kind.what == "own":
-        return (
-            f"every rank applies its own gradient, divided by {1 / kind.times:.4g}: the sum over all ranks is missing "
-            "in parameter.grad"
-        )
+        scaled = f"divided by {1 / kind.times:.4g}" if kind.times < 1 else f"multiplied by {kind.times:.4g}"
+        return f"every rank applies its own gradient, {scaled}: the sum over all ranks is missing in parameter.grad"
     if kind == ("rank 0", 1.0):
         return "every rank applies the gradient of rank 0: what the others have learned is lost. A mean needs them all"
     if kind.what.startswith("the "):

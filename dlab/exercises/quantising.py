@@ -18,7 +18,7 @@ FIRST = 0.5  # the threshold of the cases that come first
 INSTEAD = "compare with the threshold yourself, and take off what is sent"
 
 
-def check_quantiser(my_quantise: Quantiser) -> str:
+def check_quantiser(my_quantise: Any) -> str:
     """Try `my_quantise(gradient, residual, threshold)`: "well done …", or "not yet: …" with the first thing to mend.
 
     Asked for are two rows of numbers, as long as the gradient: the codes, 1 where gradient + residual reaches the

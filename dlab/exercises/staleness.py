@@ -15,7 +15,7 @@ Ends = list[tuple[float, int]]  # (time, rank) of the end of each step
 EXAMPLE: Ends = [(1.0, 0), (1.2, 1), (2.1, 0), (3.0, 0), (3.1, 1), (3.3, 2), (4.0, 0)]
 
 
-def check_staleness(my_staleness: Callable[[Ends], Any]) -> str:
+def check_staleness(my_staleness: Any) -> str:
     """Try `my_staleness(ends)` on a few lists: "well done …", or "not yet: …" with the first thing to mend.
 
     `ends` are (time, rank), in the order of time: that rank applies its gradient to the one model that all share, and
