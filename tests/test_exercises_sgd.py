@@ -343,6 +343,18 @@ def average_of_gloo(self):
 
 
 @strategy
+def name_for_torch(self):
+    for parameter in self.model.parameters():
+        dist.all_reduce(parameter.grad, op="sum")
+
+
+@strategy
+def op_of_torch_for_dlab(self):
+    for parameter in self.model.parameters():
+        ring_allreduce(parameter.grad, self.wire, op=dist.ReduceOp.SUM)
+
+
+@strategy
 def without_a_transport(self):
     for parameter in self.model.parameters():
         ring_allreduce(parameter.grad)
@@ -597,6 +609,11 @@ WRONG = [
     (largest, "of the ranks' gradients, the largest is applied: add them up, op='sum', and divide by their number"),
     (average, "ended in ValueError: there is no op 'avg': use sum, mean"),
     (average_of_gloo, "has no ReduceOp.AVG: sum, and divide yourself, in the line `dist.all_reduce(parameter.grad, op"),
+    (name_for_torch, "ranks 0 and 1 gave torch.distributed an op that it does not know: write op=dist.ReduceOp.SUM"),
+    (
+        op_of_torch_for_dlab,
+        "use sum, mean, product, max, min, and, or, xor, in the line `ring_allreduce(parameter.grad",
+    ),
     (without_a_transport, "missing 1 required positional argument: 'transport', in the line `ring_allreduce(param"),
     (by_messages_of_torch, "this check has no point to point of torch.distributed: use exchange of the transport, in"),
     (in_an_order_of_its_own, "with 3 ranks and plain SGD, the weights of rank 0 and rank"),

@@ -269,8 +269,14 @@ def _tell_failure(made: Attempt) -> str:
     error = made.failed[min(made.failed)]
     if isinstance(error, _Refused):
         return str(error)
+    who = name_ranks(sorted(made.failed))
+    if isinstance(error, TypeError) and "ReduceOp" in str(error):  # a page of C++ types
+        return (
+            f"{who} gave torch.distributed an op that it does not know: write op=dist.ReduceOp.SUM there; names such "
+            "as 'sum' are for dlab.collectives"
+        )
     hint = ": Strategy leaves its step to you" if isinstance(error, NotImplementedError) else ""
-    return f"{name_ranks(sorted(made.failed))} ended in {tell_error(error)}{hint}"
+    return f"{who} ended in {tell_error(error)}{hint}"
 
 
 def _network(make: torch.Generator) -> nn.Module:
