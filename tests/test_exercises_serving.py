@@ -11,8 +11,9 @@ import torch
 
 import dlab
 from dlab import kvstore
-from dlab.exercises import check_update
-from dlab.exercises.serving import MOMENTUM, RATE, with_momentum
+from dlab.exercises import calling, check_update
+from dlab.exercises.updates import MOMENTUM, RATE, with_momentum
+from dlab.kvstore.updates import Optimizing, recipe
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -46,7 +47,7 @@ def with_more_in_the_state(key, gradient, stored, state):
     """It may look at the last gradient, as long as it does not use it."""
     state[key, "last"] = gradient
     state["pushes"] = state.get("pushes", 0) + 1
-    with_momentum(key, gradient, stored, state)
+    from_zeros(key, gradient, stored, state)
 
 
 def by_torch(key, gradient, stored, state):
@@ -57,12 +58,36 @@ def by_torch(key, gradient, stored, state):
     stored.grad = None
 
 
-RIGHT = [with_momentum, from_zeros, from_a_copy, rate_inside, with_more_in_the_state, by_torch]
+def forgets_afterwards(key, gradient, stored, state):
+    velocity = state.get(key, 0) + gradient
+    stored.copy_(stored - 0.1 * velocity)
+    state[key] = 0.9 * velocity
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=lambda function: function.__name__)
+def as_mxnet(key, gradient, stored, state):
+    """The velocity points downhill, and has the learning rate in it."""
+    state[key] = 0.9 * state.get(key, torch.zeros_like(stored)) - 0.1 * gradient
+    stored += state[key]
+
+
+class Remembering:
+    def __call__(self, key, gradient, stored, state):
+        memory = state.setdefault("velocities", {})
+        memory[key] = torch.add(gradient, memory.get(key, torch.zeros(())), alpha=0.9)
+        torch.sub(stored, memory[key], alpha=0.1, out=stored)
+
+
+RIGHT = [from_zeros, from_a_copy, with_more_in_the_state, by_torch, forgets_afterwards, Remembering()]
+INSIDE = [rate_inside, as_mxnet]
+
+
+@pytest.mark.parametrize("right", RIGHT + INSIDE, ids=lambda function: getattr(function, "__name__", "callable"))
 def test_right_updates_pass(right):
-    assert check_update(right).startswith("well done: ")
+    answer = check_update(right)
+    assert answer.startswith("well done: ") and "\n" not in answer
+    assert ("(Your velocity has the learning rate in it, as MXNet's has: the same, as long as" in answer) == (
+        right in INSIDE
+    )
 
 
 def test_what_is_asked_for_is_what_torch_does():
@@ -183,18 +208,173 @@ def not_a_number(key, gradient, stored, state):
 
 def only_names(key, gradient, stored, state):
     if isinstance(key, str):
-        with_momentum(key, gradient, stored, state)
+        from_zeros(key, gradient, stored, state)
 
 
 def touches_others(key, gradient, stored, state):
-    with_momentum(key, gradient, stored, state)
+    from_zeros(key, gradient, stored, state)
     for other in state.setdefault("all", []):
         if other is not stored and len(other) == 3:
             other -= 1
     state["all"].append(stored)
 
 
+def along_the_old(key, gradient, stored, state):
+    stored -= 0.1 * state.get(key, 0)
+    state[key] = 0.9 * state.get(key, 0) + gradient
+
+
+def along_old_and_gradient(key, gradient, stored, state):
+    old = state.get(key, 0)
+    stored -= 0.1 * (old + gradient)
+    state[key] = 0.9 * old + gradient
+
+
+def momentum_on_both(key, gradient, stored, state):
+    state[key] = 0.9 * (state.get(key, 0) + gradient)
+    stored -= 0.1 * state[key]
+
+
+def rate_on_both(key, gradient, stored, state):
+    state[key] = 0.9 * state.get(key, 0) + 0.1 * gradient
+    stored -= 0.1 * state[key]
+
+
+def damped_as_in_torch(key, gradient, stored, state):
+    if key not in state:
+        state[key] = torch.optim.SGD([stored], lr=0.1, momentum=0.9, dampening=0.9)
+    stored.grad = gradient
+    state[key].step()
+
+
+def nesterov(key, gradient, stored, state):
+    if key not in state:
+        state[key] = torch.optim.SGD([stored], lr=0.1, momentum=0.9, nesterov=True)
+    stored.grad = gradient
+    state[key].step()
+
+
+def gradient_twice(key, gradient, stored, state):
+    state[key] = 0.9 * state.get(key, 0) + gradient
+    stored -= 0.1 * gradient
+    stored -= 0.1 * state[key]
+
+
+def brakes(key, gradient, stored, state):
+    state[key] = gradient - 0.9 * state.get(key, 0)
+    stored -= 0.1 * state[key]
+
+
+def minus_in_the_velocity(key, gradient, stored, state):
+    state[key] = 0.9 * state.get(key, 0) - gradient
+    stored -= 0.1 * state[key]
+
+
+def mxnet_with_a_wrong_sign(key, gradient, stored, state):
+    state[key] = 0.9 * state.get(key, 0) - 0.1 * gradient
+    stored -= state[key]
+
+
+def numbers_exchanged(key, gradient, stored, state):
+    state[key] = 0.1 * state.get(key, 0) + gradient
+    stored -= 0.9 * state[key]
+
+
+def shrinks_the_weights(key, gradient, stored, state):
+    stored *= 0.9
+    stored -= 0.1 * gradient
+
+
+def new_data(key, gradient, stored, state):
+    state[key] = 0.9 * state.get(key, 0) + gradient
+    stored.data = stored - 0.1 * state[key]
+
+
+def velocity_is_stored(key, gradient, stored, state):
+    velocity = state.setdefault(key, stored)
+    velocity.mul_(0.9).add_(gradient)
+    stored -= 0.1 * velocity
+
+
+def another_state(key, gradient, stored, state):
+    state = {}
+    state[key] = 0.9 * state.get(key, 0) + gradient
+    stored -= 0.1 * state[key]
+
+
+def looks_at_the_last_and_has_another_momentum(key, gradient, stored, state):
+    """Not what it keeps is wrong."""
+    state[key, "last"] = gradient
+    another_momentum(key, gradient, stored, state)
+
+
+def by_shape(key, gradient, stored, state):
+    from_zeros(tuple(gradient.shape), gradient, stored, state)
+
+
+def yields(key, gradient, stored, state):
+    stored -= 0.1 * gradient
+    yield stored
+
+
+def ends_the_program(key, gradient, stored, state):
+    sys.exit()
+
+
+def deeper(gradient):
+    return gradient + "a number"
+
+
+def fails_in_a_function_of_its_own(key, gradient, stored, state):
+    stored -= deeper(gradient)
+
+
+def by_the_checker(key, gradient, stored, state):
+    with_momentum(key, gradient, stored, state)
+
+
+def by_the_servers(key, gradient, stored, state):
+    optimizer = state.setdefault("sgd", Optimizing(recipe("sgd", lr=0.1, momentum=0.9)))
+    optimizer(key, gradient, stored)
+
+
 WRONG = [
+    (
+        along_the_old,
+        "with one key, push 1 is a step along the old velocity: make the new one first, with this gradient",
+    ),
+    (
+        along_old_and_gradient,
+        "push 1 is right, but push 2 is a step along the whole old velocity and the gradient: take",
+    ),
+    (momentum_on_both, "push 1 has only 0.9 of the gradient in its velocity: multiply the old velocity by 0.9 first"),
+    (rate_on_both, "push 1 has only 0.1 of the gradient in its velocity: take 0.9 of the old velocity, and the whole"),
+    (damped_as_in_torch, "push 1 is right, but push 2 has only 0.1 of its gradient in its velocity: take the whole"),
+    (nesterov, "push 1 looks ahead, as Nesterov's momentum does: step along the velocity itself"),
+    (gradient_twice, "push 1 has the gradient in it twice: it is in the velocity already, so step along that alone"),
+    (brakes, "push 1 is right, but push 2 has subtracted the old velocity from the gradient: add them"),
+    (minus_in_the_velocity, "push 1 goes uphill: the gradient shows where the loss grows, so add it to the velocity"),
+    (mxnet_with_a_wrong_sign, "push 1 goes uphill: the gradient shows where the loss grows, so add it to the velocity"),
+    (
+        numbers_exchanged,
+        "push 1 has exchanged the two numbers: 0.9 of the velocity is kept, and 0.1 of it is subtracted",
+    ),
+    (shrinks_the_weights, "push 1 has multiplied stored by 0.9: that is for the velocity, which is kept in state"),
+    (new_data, "push 1 has given stored another memory, which the server does not look at: write into the one that it"),
+    (velocity_is_stored, "push 1 goes wrong, and state holds stored itself: the velocity needs a tensor of its own"),
+    (another_state, "push 2 is a step along its gradient alone: the momentum is missing. Keep a velocity for the key"),
+    (looks_at_the_last_and_has_another_momentum, "after push 2, to key 'w', element 0 is 0.6, and 0.52 is right"),
+    (by_shape, "with two keys, push 1 is right, but push 2 uses the velocity of another key: keep one for each"),
+    (yields, "push 1 gave a generator, which has done nothing yet: use return, not yield"),
+    (ends_the_program, "push 1 called exit(), which ends a whole program: use return"),
+    (fails_in_a_function_of_its_own, "push 1 ended in TypeError: "),
+    (fails_in_a_function_of_its_own, ', in the line `return gradient + "a number"`'),
+    (by_the_checker, "with one key, this calls dlab's own with_momentum, which is the answer: write the two lines"),
+    (with_momentum, "with one key, this calls dlab's own with_momentum, which is the answer: write the two lines"),
+    (
+        by_the_servers,
+        "with one key, this calls dlab's own Optimizing.__call__, which is the answer: write the two lines",
+    ),
     (nothing, "with one key, push 1 has not changed stored: write into the tensor that the server holds"),
     (returned, "push 1 has not changed stored, and what it returns nobody takes: write into the tensor"),
     (another_of_the_same_name, "stored = stored - … makes another of the same name"),
@@ -202,7 +382,7 @@ WRONG = [
     (velocity_not_kept, "the momentum is missing. Keep a velocity for the key in state, make it 0.9 of itself"),
     (replaced, "push 1 has replaced the weights: an update changes them a little, so subtract 0.1 of the velocity"),
     (replaced_by_step, "push 1 has replaced the weights: an update changes them a little, so subtract from stored"),
-    (uphill, "push 1 goes uphill: the gradient shows where the loss grows, so subtract from stored"),
+    (uphill, "push 1 goes uphill: the gradient shows where the loss grows, so add it to the velocity, and subtract"),
     (without_rate, "push 1 goes too far: multiply the velocity by the learning rate, 0.1"),
     (damped, "push 1 has only 0.1 of the gradient in its velocity: take 0.9 of the old velocity, and the whole"),
     (last_gradient, "pushes 1 to 2 are right, but push 3 remembers only the gradient before it: keep the velocity"),
@@ -220,7 +400,7 @@ WRONG = [
         "push 1 ended in KeyError: 'w', in the line `state[key] = 0.9 * state[key] + gradient`: state is",
     ),
     (raises, "push 1 ended in NameError: name 'missing' is not defined, in the line `stored -= 0.1 * missing"),
-    (lambda key, gradient: None, "push 1 ended in TypeError: "),
+    (lambda key, gradient: None, "4 were given: it is called with key, gradient, stored and state"),
     (another_momentum, "push 1 is right, but after push 2, to key 'w', element 0 is 0.6, and 0.52 is right: velocity"),
     (not_a_number, "after push 1, to key 'w', element 0 is nan, and 0.8 is right"),
     (only_names, "with three shapes, push 1 has not changed stored"),
@@ -229,18 +409,28 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=[getattr(wrong, "__name__", "") for wrong, _ in WRONG])
 def test_each_mistake_gets_its_own_sentence(wrong, sentence):
     answer = check_update(wrong)
     assert answer.startswith("not yet: ") and answer.endswith(".") and "\n" not in answer
     assert sentence in answer
 
 
+def test_a_loop_that_does_not_end_is_told(monkeypatch):
+    monkeypatch.setattr(calling, "LIMIT", 0.3)
+
+    def spin(key, gradient, stored, state):
+        while key not in state:
+            pass
+
+    assert "push 1 had not returned after 0.3 s: look for a loop that does not end" in check_update(spin)
+
+
 def test_a_memory_outside_of_the_state_is_found():
     velocities = {}
 
     def remembers_elsewhere(key, gradient, stored, state):
-        with_momentum(key, gradient, stored, velocities)
+        from_zeros(key, gradient, stored, velocities)
 
     answer = check_update(remembers_elsewhere)
     assert "on a second server, whose state is empty, push 1 goes wrong, where the first server was right" in answer

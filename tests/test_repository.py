@@ -103,7 +103,8 @@ LAYERS = (
     {"launching"},  # workers of any script, in processes of their own
     {"reduction"},  # the fastest all-reduce for where the workers are
     {"kvstore"},  # weights that live with servers
-    {"strategies", "sharding", "pipeline", "exercises"},  # the lessons
+    {"strategies", "sharding", "pipeline"},  # the lessons
+    {"exercises"},  # checks what a learner has made of them
     {"training"},  # puts the parts together
     {"demo"},  # use it
     {"bench"},

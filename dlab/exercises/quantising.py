@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlab.exercises.calling import Unfinished, call
+from dlab.kvstore.codes import Compression, TwoBit
+
 Quantiser = Callable[[Tensor, Tensor, float], Any]
+Rows = tuple[Tensor, Tensor]  # codes and new residual
 
 FIRST = 0.5  # the threshold of the cases that come first
+INSTEAD = "compare with the threshold yourself, and take off what is sent"
 
 
-def check_quantiser(my_quantise: Quantiser) -> str:
+def check_quantiser(my_quantise: Any) -> str:
     """Try `my_quantise(gradient, residual, threshold)`: "well done …", or "not yet: …" with the first thing to mend.
 
     Asked for are two rows of numbers, as long as the gradient: the codes, 1 where gradient + residual reaches the
@@ -22,21 +27,25 @@ def check_quantiser(my_quantise: Quantiser) -> str:
     >>> check_quantiser(lambda gradient, residual, threshold: (torch.sign(gradient), residual))
     'not yet: with the gradient 0.25, the residual 0 and the threshold 0.5, …'
     """
-    for gradient, residual, threshold in _cases():
-        given = gradient.clone()
+    if not callable(my_quantise):
+        return f"not yet: {_short(my_quantise)} is no function: write def my_quantise(gradient, residual, threshold)."
+    for case in _cases():
         try:
-            found = my_quantise(given, residual.clone(), threshold)
-        except Exception as error:
-            case = _case(gradient, residual, threshold, 0)
-            return f"not yet: {case}, it ended in {type(error).__name__}: {error}."
-        if not torch.equal(given, gradient):
-            return "not yet: it has changed the gradient, which is not its own: write value = gradient + residual."
-        if problem := _problem(found, gradient, residual, threshold):
+            problem = _problem(my_quantise, *case)
+        except Unfinished as reason:
+            problem = f"{_case(*case)}, {reason}{_hint(reason)}"
+        if problem:
             return f"not yet: {problem}."
     return (
         "well done: what is sent is right at, above and below the threshold, and what is not sent is kept, "
         "in MXNet's series of pushes too."
     )
+
+
+def _ask(my_quantise: Quantiser, gradient: Tensor, residual: Tensor, threshold: float) -> tuple[Tensor, Any]:
+    """The gradient that it got, as it is afterwards, and what it gave."""
+    given, own = gradient.clone(), (quantise, Compression.encode, TwoBit._pack)
+    return given, call(my_quantise, given, residual.clone(), threshold, own=own, instead=INSTEAD)
 
 
 def quantise(gradient: Tensor, residual: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +68,40 @@ def _cases() -> list[tuple[Tensor, Tensor, float]]:
     return cases
 
 
-def _problem(found: Any, gradient: Tensor, residual: Tensor, threshold: float) -> str | None:
+def _problem(my_quantise: Quantiser, gradient: Tensor, residual: Tensor, threshold: float) -> str | None:
+    case = gradient, residual, threshold
+    given, found = _ask(my_quantise, *case)
+    if not torch.equal(given, gradient):
+        return "it has changed the gradient, which is not its own: write value = gradient + residual"
+    rows, (wanted, kept) = _rows(found, gradient), quantise(*case)
+    if isinstance(rows, str):
+        return rows
+    codes, left = rows
+    differs = (left - kept).abs().nan_to_num(nan=torch.inf) > 1e-6
+    if torch.equal(codes, wanted) and not differs.any():
+        return None
+    again = _rows(_ask(my_quantise, *case)[1], gradient)
+    if not isinstance(again, str) and not all(map(_same, rows, again)):
+        return (
+            f"{_case(*case)}, it gives another answer the second time: keep nothing outside of the function; what was "
+            "left over is given to it, as the residual"
+        )
+    if _share_memory(*found):
+        return (
+            f"{_case(*case)}, codes and new residual lie in the same memory, so that writing one overwrites the other: "
+            "make the codes a new tensor"
+        )
+    if not torch.equal(codes, wanted):
+        wrong = int((codes != wanted).nonzero()[0])
+        told = _wrong_code(rows, *case, wrong, my_quantise)
+    else:
+        wrong = int(differs.nonzero()[0])
+        told = _wrong_residual(float(left[wrong]), float(gradient[wrong]), float(residual[wrong]), threshold)
+    return f"{_case(*case, wrong)}, {told}"
+
+
+def _rows(found: Any, gradient: Tensor) -> Rows | str:
+    """Codes and new residual as tensors; a sentence, if they are none."""
     if not isinstance(found, tuple | list) or len(found) != 2:
         return f"it gave {_short(found)}: give two things, return codes, new_residual"
     rows = []
@@ -74,44 +116,46 @@ def _problem(found: Any, gradient: Tensor, residual: Tensor, threshold: float) -
                 "give a number for each value"
             )
         rows.append(row)
-    codes, left = rows
-    wanted, kept = quantise(gradient, residual, threshold)
-    if not torch.equal(codes, wanted):
-        wrong = int((codes != wanted).nonzero()[0])
-        told = _wrong_code(float(codes[wrong]), rows, gradient, residual, threshold, wrong)
-        return f"{_case(gradient, residual, threshold, wrong)}, {told}"
-    if not torch.allclose(left, kept, rtol=0, atol=1e-6):
-        wrong = int(((left - kept).abs() > 1e-6).logical_or(left.isnan()).nonzero()[0])
-        told = _wrong_residual(float(left[wrong]), float(gradient[wrong]), float(residual[wrong]), threshold)
-        return f"{_case(gradient, residual, threshold, wrong)}, {told}"
-    return None
+    return rows[0], rows[1]
 
 
 def _wrong_code(
-    code: float, rows: list[Tensor], gradient: Tensor, residual: Tensor, threshold: float, place: int
+    rows: Rows, gradient: Tensor, residual: Tensor, threshold: float, place: int, my_quantise: Quantiser
 ) -> str:
     """Which misunderstanding gives this code?"""
     wanted, kept = quantise(gradient, residual, threshold)
-    value, right = float(gradient[place] + residual[place]), int(wanted[place])
+    code, value, right = float(rows[0][place]), float(gradient[place] + residual[place]), int(wanted[place])
     alone = float(quantise(gradient, torch.zeros_like(residual), threshold)[0][place])
     expected = f"the code is {code:g}, but should be {right}"
-    if torch.equal(rows[1], wanted) and torch.allclose(rows[0], kept, rtol=0, atol=1e-6):
+    if torch.equal(rows[1], wanted) and _same(rows[0], kept):
         return "codes and residual have changed places: return the codes first"
     if threshold != FIRST and torch.equal(rows[0], quantise(gradient, residual, FIRST)[0]):
         return f"{expected}: that is the code for a threshold of {FIRST:g}; use the one that is given"
     if code == threshold * right:
         return f"{expected}: a code only says which way; the receiver multiplies it by the threshold"
+    if code in {1: (3, 11), -1: (2, 10)}.get(right, ()):
+        return f"{expected}: how codes are packed into bits is another matter; give -1, 0 and 1"
     if code not in (-1.0, 0.0, 1.0):
         return f"{expected}: there are only the codes -1, 0 and 1; what is too much for one step stays in the residual"
     if right and code == -right:
-        return f"{expected}: values of at most -threshold send -1, so mind the sign"
+        bound = "at least the threshold send 1" if right > 0 else "at most -threshold send -1"
+        return f"{expected}: values of {bound}, so mind the sign"
     if code == 0 and abs(value) == threshold:
         return f"{expected}: a value that just reaches the threshold is sent, so compare by >= and <="
+    if float(residual[place]) and code in (alone, -alone) and _is_subtracted(my_quantise):
+        return f"{expected}: the residual is subtracted from the gradient; add it, since it was not sent yet"
     if code == alone and float(residual[place]):
         return f"{expected}: add the residual to the gradient before you compare"
     if code == 0:
         return f"{expected}: {value:g} {_reaches(value)}, and that is sent"
     return f"{expected}: {value:g} does not reach the threshold, so nothing is sent yet"
+
+
+def _is_subtracted(my_quantise: Quantiser) -> bool:
+    """On many values, are the codes those of gradient - residual?"""
+    gradient, residual, threshold = max(_cases(), key=lambda case: len(case[0]))
+    rows = _rows(_ask(my_quantise, gradient, residual, threshold)[1], gradient)
+    return not isinstance(rows, str) and torch.equal(rows[0], quantise(gradient, -residual, threshold)[0])
 
 
 def _wrong_residual(left: float, gradient: float, residual: float, threshold: float) -> str:
@@ -124,6 +168,10 @@ def _wrong_residual(left: float, gradient: float, residual: float, threshold: fl
         return f"{expected}: take off what was sent, threshold times code"
     if code and _close(left, value - code):
         return f"{expected}: what was sent is threshold times code, not the code itself"
+    if code and _close(left, value + threshold * code):
+        return f"{expected}: what was sent is taken off, not added"
+    if residual and _close(left, right + residual):
+        return f"{expected}: the old residual is in it twice; it is a part of the value that you have compared"
     if code and left == 0:
         return f"{expected}: only the threshold was sent; what {value:g} has beyond it is kept"
     if _close(left, gradient - threshold * code):
@@ -137,13 +185,32 @@ def _wrong_residual(left: float, gradient: float, residual: float, threshold: fl
     return f"{expected}: it is gradient + residual, less threshold times code"
 
 
-def _case(gradient: Tensor, residual: Tensor, threshold: float, place: int) -> str:
-    """Names the value that it is about."""
+def _case(gradient: Tensor, residual: Tensor, threshold: float, place: int | None = None) -> str:
+    """Names the value that it is about; without a place, all of them."""
     if not len(gradient):
         return "with an empty gradient"
+    if place is None and len(gradient) > 1:
+        return f"with a gradient of {len(gradient)} values"
+    place = place or 0
     which = "" if len(gradient) == 1 else f"value {place} of {len(gradient)}, "
     numbers = f"{which}the gradient {float(gradient[place]):g}, the residual {float(residual[place]):g}"
     return f"with {numbers} and the threshold {threshold:g}"
+
+
+def _hint(reason: Unfinished) -> str:
+    """For an `if` that works with one value only."""
+    if "Boolean value of Tensor" in str(reason) or "cannot be converted to Scalar" in str(reason):
+        return ": work on all values at once, as value >= threshold does"
+    return ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=1e-6, equal_nan=True)
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.numel() > 0
+    return tensors and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _close(one: float, other: float) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-Key = int | str
-State = dict[Any, Any]
-Update = Callable[[Key, torch.Tensor, torch.Tensor, State], object]
+from dlab.exercises.calling import Unfinished, call
+from dlab.exercises.updates import MISTAKES, MOMENTUM, RATE, SENTENCES, Key, State, Update, with_momentum
+from dlab.kvstore.updates import Optimizing
+
 Pushes = list[tuple[Key, torch.Tensor]]
 Values = dict[Key, torch.Tensor]
 
-RATE, MOMENTUM = 0.1, 0.9
 SECOND = "on a second server, whose state is empty"
+OWN = (with_momentum, Optimizing.__call__)
+INSTEAD = "write the two lines yourself, one for the velocity and one for stored"
 
 
 def check_update(my_update: Any) -> str:
@@ -34,11 +36,12 @@ def check_update(my_update: Any) -> str:
     if not callable(my_update):
         return f"not yet: {my_update!r} is no function: write def my_update(key, gradient, stored, state)."
     for case, pushes in _cases():
-        if problem := _problem(my_update, pushes, again=case == SECOND):
+        server = _Server(my_update, pushes)
+        if problem := server.problem(again=case == SECOND):
             return f"not yet: {case}, {problem}."
     return (
         "well done: with one key and with several, of all shapes, every push is a step of SGD with momentum, made in "
-        "place; the gradient is left alone, and what is remembered is in the state."
+        f"place; the gradient is left alone, and what is remembered is in the state.{server.remark()}"
     )
 
 
@@ -53,141 +56,115 @@ def _cases() -> Iterator[tuple[str, Pushes]]:
     yield "with three shapes", [(key, torch.randn(shapes[key], generator=dice)) for _ in range(4) for key in shapes]
 
 
-def _problem(my_update: Callable[..., Any], pushes: Pushes, again: bool) -> str | None:
-    """What is wrong, in words that follow "with one key,"; None if nothing is. `again`: it was right the first time."""
-    found, state = _ones(pushes), State()
-    room = {key: torch.empty_like(value) for key, value in found.items()}  # gradients lie there, one after another
-    kept = False  # is there something in the state that the next gradient will overwrite?
-    for number, (key, gradient) in enumerate(pushes, start=1):
-        before = found[key].clone()
-        room[key].copy_(gradient)
+@dataclass
+class _After:
+    """What is seen after a push."""
+
+    values: Values  # of all keys
+    returned: Any
+    changed: bool  # the gradient is not what it was
+    kept: bool  # something in the state is a gradient itself, and the next one will overwrite it
+    moved: bool  # `stored` lies in other memory than before
+    aliased: bool  # something in the state is the stored value itself
+
+
+class _Server:
+    """Plays the pushes, all of them if nothing fails, so that a mistake can be told by all that it does."""
+
+    def __init__(self, my_update: Callable[..., Any], pushes: Pushes, reuse: bool = True) -> None:
+        self.my_update, self.pushes, self.state = my_update, pushes, State()
+        self.seen: list[_After] = []
+        self.failure = ""  # of the push after those seen
+        values = _ones(pushes)
+        room = {key: torch.empty_like(value) for key, value in values.items()}  # gradients lie there, one after another
+        handed = {key: value.view_as(value) for key, value in values.items()}
+        for key, gradient in pushes:
+            if reuse:
+                room[key].copy_(gradient)
+            else:
+                room[key] = gradient.clone()
+            try:
+                returned = call(my_update, key, room[key], handed[key], self.state, own=OWN, instead=INSTEAD)
+            except Unfinished as reason:
+                self.failure = _tell(reason, len(self.seen) + 1)
+                return
+            tensors = list(_tensors(self.state))
+            self.seen.append(
+                _After(
+                    {name: value.clone() for name, value in values.items()},
+                    returned,
+                    changed=not torch.equal(room[key], gradient),
+                    kept=any(_shares_memory(each, place) for each in tensors for place in room.values()),
+                    moved=not _shares_memory(handed[key], values[key]),
+                    aliased=any(_shares_memory(each, place) for each in tensors for place in values.values()),
+                )
+            )
+
+    def problem(self, again: bool) -> str | None:
+        """What is wrong, in words that follow "with one key,"; None if nothing is. `again`: it was right before."""
+        number = self._first_wrong()
+        return self._tell_wrong(number, again) if number else self.failure or None
+
+    def _first_wrong(self) -> int:
+        for number, after in enumerate(self.seen, start=1):
+            if after.changed or not _close(after.values, _play(with_momentum, self.pushes, number)):
+                return number
+        return 0
+
+    def remark(self) -> str:
+        """On a right answer: is the learning rate in its velocity?"""
+        key, state = self.pushes[-1][0], State()
+        for name, gradient in self.pushes:
+            with_momentum(name, gradient, torch.ones_like(gradient), state)
+        velocity = RATE * state[key]
+        if any(each.shape == velocity.shape and _same(each.abs(), velocity.abs()) for each in _tensors(self.state)):
+            return (
+                " (Your velocity has the learning rate in it, as MXNet's has: the same, as long as the rate does not "
+                "change.)"
+            )
+        return ""
+
+    def _tell_wrong(self, number: int, again: bool) -> str:
+        """The first wrong push is this one."""
+        after, key = self.seen[number - 1], self.pushes[number - 1][0]
+        right = _play(with_momentum, self.pushes, number)
+        well = {1: "", 2: "push 1 is right, but "}.get(number, f"pushes 1 to {number - 1} are right, but ")
+        before = self.seen[number - 2].values[key] if number > 1 else torch.ones_like(right[key])
+        if any(each.kept for each in self.seen[:number]) and (after.changed or self._is_right_with_new_memory()):
+            return f"push {number} {SENTENCES['kept']}"
+        for name in ("changed", "moved"):
+            if getattr(after, name):
+                return f"push {number} {SENTENCES[name]}"
+        if again:
+            return f"push {number} {SENTENCES['elsewhere']}"
+        if name := next((name for name, mistake in MISTAKES.items() if self._is_played_by(mistake)), ""):
+            return f"{well}push {number} {SENTENCES[name]}"
+        if _same(after.values[key], before):
+            return f"push {number} {SENTENCES['unchanged' if after.returned is None else 'returned']}"
+        others = [other for other in right if other != key and not _same(after.values[other], right[other])]
+        if others:
+            return f"{well}push {number}, to key {key!r}, has changed the value of key {others[0]!r}: leave it alone"
+        if after.aliased:
+            return f"{well}push {number} {SENTENCES['aliased']}"
+        element = int((after.values[key] - right[key]).abs().nan_to_num(nan=torch.inf).argmax())
+        was, wanted = (f"{float(value.flatten()[element]):.4g}" for value in (after.values[key], right[key]))
+        return (
+            f"{well}after push {number}, to key {key!r}, element {element} is {was}, and {wanted} is right: "
+            f"velocity = {MOMENTUM} * velocity + gradient, then stored -= {RATE} * velocity"
+        )
+
+    def _is_right_with_new_memory(self) -> bool:
+        return not _Server(self.my_update, self.pushes, reuse=False)._first_wrong()
+
+    def _is_played_by(self, mistake: Update) -> bool:
         try:
-            returned = my_update(key, room[key], found[key], state)
-        except Exception as error:
-            return f"push {number} ended in {_tell(error)}"
-        kept = kept or any(_shares_memory(each, room[key]) for each in _tensors(state))
-        changed = not torch.equal(room[key], gradient)
-        right = _play(with_momentum, pushes, number)
-        if changed or not _close(found, right):
-            if kept:
-                return f"push {number} {_SENTENCES['kept']}"
-            if changed:
-                return f"push {number} {_SENTENCES['changed']}"
-            if _same(found[key], before):
-                return f"push {number} {_SENTENCES['unchanged' if returned is None else 'returned']}"
-            if again:
-                return f"push {number} {_SENTENCES['elsewhere']}"
-            return _tell_wrong(pushes, number, found, right)
-    return None
+            values = [_play(mistake, self.pushes, number) for number in range(1, len(self.seen) + 1)]
+        except RuntimeError:  # a velocity of another shape
+            return False
+        return all(_close(after.values, each) for after, each in zip(self.seen, values, strict=True))
 
 
-def _tell_wrong(pushes: Pushes, number: int, found: Values, right: Values) -> str:
-    """After so many pushes; before the last of them, all was right."""
-    key = pushes[number - 1][0]
-    well = {1: "", 2: "push 1 is right, but "}.get(number, f"pushes 1 to {number - 1} are right, but ")
-    for name, mistake in _MISTAKES.items():
-        if _close(found, _play(mistake, pushes, number)):
-            return f"{well}push {number} {_SENTENCES[name]}"
-    others = [other for other in found if other != key and not _same(found[other], right[other])]
-    if others:
-        return f"{well}push {number}, to key {key!r}, has changed the value of key {others[0]!r}: leave it alone"
-    element = int((found[key] - right[key]).abs().nan_to_num(nan=torch.inf).argmax())
-    was, wanted = (f"{float(value.flatten()[element]):.4g}" for value in (found[key], right[key]))
-    return (
-        f"{well}after push {number}, to key {key!r}, element {element} is {was}, and {wanted} is right: "
-        f"velocity = {MOMENTUM} * velocity + gradient, then stored -= {RATE} * velocity"
-    )
-
-
-def with_momentum(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    """What is asked for."""
-    state[key] = MOMENTUM * state.get(key, 0.0) + gradient
-    stored -= RATE * state[key]
-
-
-# ------------------------------------------------------------------------------------ typical mistakes
-
-
-def _without_momentum(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    stored -= RATE * gradient
-
-
-def _replace_by_gradient(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    stored.copy_(gradient)
-
-
-def _replace_by_step(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    state[key] = MOMENTUM * state.get(key, 0.0) + gradient
-    stored.copy_(-RATE * state[key])
-
-
-def _uphill(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    state[key] = MOMENTUM * state.get(key, 0.0) + gradient
-    stored += RATE * state[key]
-
-
-def _without_rate(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    state[key] = MOMENTUM * state.get(key, 0.0) + gradient
-    stored -= state[key]
-
-
-def _damped(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    state[key] = MOMENTUM * state.get(key, 0.0) + (1 - MOMENTUM) * gradient
-    stored -= RATE * state[key]
-
-
-def _last_gradient_only(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    stored -= RATE * (MOMENTUM * state.get(key, 0.0) + gradient)
-    state[key] = gradient
-
-
-def _all_that_came(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    state[key] = state.get(key, 0.0) + gradient
-    stored -= RATE * state[key]
-
-
-def _one_for_all_keys(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    with_momentum("all", gradient, stored, state)
-
-
-_MISTAKES: dict[str, Update] = {
-    "no momentum": _without_momentum,
-    "replaced": _replace_by_gradient,
-    "step": _replace_by_step,
-    "uphill": _uphill,
-    "no rate": _without_rate,
-    "damped": _damped,
-    "last": _last_gradient_only,
-    "all": _all_that_came,
-    "one for all": _one_for_all_keys,
-}
-_REPLACED = "has replaced the weights: an update changes them a little, so subtract"
-_SENTENCES = {
-    "no momentum": "is a step along its gradient alone: the momentum is missing. Keep a velocity for the key in state, "
-    f"make it {MOMENTUM} of itself plus the gradient, and step along that",
-    "replaced": f"{_REPLACED} {RATE} of the velocity from stored",
-    "step": f"{_REPLACED} from stored what you have written into it",
-    "uphill": "goes uphill: the gradient shows where the loss grows, so subtract from stored",
-    "no rate": f"goes too far: multiply the velocity by the learning rate, {RATE}",
-    "damped": f"has only {1 - MOMENTUM:.1f} of the gradient in its velocity: take {MOMENTUM} of the old velocity, and "
-    "the whole gradient",
-    "last": "remembers only the gradient before it: keep the velocity in state, which has a little of all gradients",
-    "all": f"adds up all gradients: the velocity must forget, so keep only {MOMENTUM} of it each time",
-    "one for all": "uses the velocity of another key: keep one for each, as in state[key]",
-    "kept": "goes wrong, since state holds a gradient itself: the server uses its memory again for the next, so keep a "
-    "copy, gradient.clone(), or a new tensor",
-    "changed": "has changed the gradient, whose memory is not its own: make a new tensor, 0.1 * gradient, in "
-    "place of gradient *= 0.1",
-    "unchanged": "has not changed stored: write into the tensor that the server holds, as stored -= … does; "
-    "stored = stored - … makes another of the same name",
-    "returned": "has not changed stored, and what it returns nobody takes: write into the tensor that the server "
-    "holds, as stored -= … does",
-    "elsewhere": "goes wrong, where the first server was right: something is remembered outside of state, which the "
-    "servers do not share",
-}
-
-
-# ------------------------------------------------------------------------------------ a server, and looking at it
+# ------------------------------------------------------------------------------------ looking at a server
 
 
 def _ones(pushes: Pushes) -> Values:
@@ -224,9 +201,11 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _tell(error: Exception) -> str:
-    """With the line of the learner's function."""
-    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)[1:2]]  # the first is the call above
-    where = f", in the line `{lines[0]}`" if lines and lines[0] else ""
+def _tell(reason: Unfinished, number: int) -> str:
+    """What the call of this push came to."""
+    error = reason.__cause__
     hint = ": state is empty at first" if isinstance(error, KeyError) else ""
-    return f"{type(error).__name__}: {error}{where}{hint}"
+    if isinstance(error, TypeError) and "positional argument" in str(error):
+        hint = ": it is called with key, gradient, stored and state"
+    said = str(reason)
+    return f"push {number} {said.removeprefix('it ')}{hint}" if said.startswith("it ") else said

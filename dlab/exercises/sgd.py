@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -15,11 +17,17 @@ from torch.utils.data import TensorDataset
 
 from dlab.data.batches import take
 from dlab.data.dealing import Dealer
-from dlab.exercises.playing import attempt, count, join, name_ranks
-from dlab.transports import Transport
+from dlab.exercises.applied import Weights, close, close_tensor, find_applied, tell_applied
+from dlab.exercises.calling import tell_error, tell_unreturned
+from dlab.exercises.groups import process_groups
+from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.playing import Attempt, attempt, count, join, name_ranks
+from dlab.reduction import average_gradients
+from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD
+from dlab.transports import Recorder, Transport
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-Weights = dict[str, torch.Tensor]
+Join = Callable[[Transport], None]
 
 RATE, BATCH, LIMIT = 0.1, 12, 20.0  # LIMIT: seconds for one case, which takes a right step a tenth of one
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -33,6 +41,8 @@ CASES = [
     *((2, 48, "plain SGD"), (3, 48, "plain SGD"), (1, 48, "plain SGD")),
     *((3, 41, "plain SGD"), (2, 41, "momentum"), (2, 48, "Adam")),
 ]
+OWN: list[Callable[..., Any]] = [average_gradients, SyncSGD.step, AllReduceSGD.begin, AllReduceSGD.step, DDP.begin]
+INSTEAD = "write the step yourself, with ring_allreduce(parameter.grad, self.wire) for the sum over ranks"
 
 
 def check_step(strategy: Any) -> str:
@@ -46,52 +56,91 @@ def check_step(strategy: Any) -> str:
     """
     if not all(hasattr(strategy, name) for name in ("begin", "clear", "step", "end")):
         return f"not yet: {strategy!r} is no strategy: give a class, as in class MySGD(dlab.strategies.Strategy)."
-    for ranks, samples, optimizer in CASES:
-        case = f"with {count(ranks, 'rank')} and {optimizer}"
-        if problem := _Trial(strategy, ranks, samples, optimizer).problem():
-            return f"not yet: {case}, {problem}."
+    if getattr(strategy.step, "__func__", strategy.step) is Strategy.step:
+        return "not yet: it has no step of its own: write def step(self), which is called after every backward pass."
+    with process_groups() as enter:
+        for ranks, samples, optimizer in CASES:
+            case = f"with {count(ranks, 'rank')} and {optimizer}"
+            if problem := _Trial(strategy, ranks, samples, optimizer, enter).problem():
+                return f"not yet: {case}, {problem}."
     return (
         "well done: on 1 to 3 ranks, with plain SGD, momentum and Adam, and where the last batch does not divide, "
         "every step is that of one process, and all ranks hold the same bits."
     )
 
 
+class _Refused(Exception):
+    """What a step gives cannot be used; the message says why."""
+
+
+@dataclass
+class _Note:
+    """What a rank has seen of one step of the learner's."""
+
+    updates: int = 0  # how often optimizer.step() was called
+    cleared: bool = False  # there was nothing to apply then
+    talked: bool = False  # this rank has sent something
+    weights: Weights = field(default_factory=dict)  # after it
+    gradients: Weights = field(default_factory=dict)
+
+
 class _Trial:
     """A small training, by the learner's strategy on threads and by one process; notes the weights after every step."""
 
-    def __init__(self, strategy: Any, ranks: int, samples: int, optimizer: str) -> None:
-        self.strategy, self.ranks, self.optimizer = strategy, ranks, optimizer
+    def __init__(self, strategy: Any, ranks: int, samples: int, optimizer: str, enter: Join) -> None:
+        self.strategy, self.ranks, self.optimizer, self.enter = strategy, ranks, optimizer, enter
         make = torch.Generator().manual_seed(7)
         inputs = torch.randn(samples, 5, generator=make, dtype=torch.float64)
         self.data = TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=make))
         self.dealer = Dealer(self.data, ranks, BATCH)
         self.first = _network(make)
+        self.own: list[str] = []  # of dlab's own solutions, those that were called
 
     def problem(self) -> str | None:
         """What is wrong, in words that follow "with 2 ranks and Adam,"; None if nothing is."""
         made = attempt(self._work, self.ranks, LIMIT)
+        if self.own:
+            return tell_own(self.own, INSTEAD)
         if made.deadlock:
             return f"there is a {made.deadlock}: every rank must take part in every exchange, in the same order"
         if made.failed:
-            return made.tell_failure("step")
+            return _tell_failure(made)
         if made.rehearsal is None:
-            return f"{name_ranks(made.stuck)} had not returned after {LIMIT:g} s: look for a loop that does not end"
+            who = name_ranks(made.stuck or list(range(self.ranks)))
+            return tell_unreturned(who, bool(made.stuck), LIMIT)
         return self._wrong_weights(made.rehearsal)
 
     # the trainings
 
-    def _work(self, wire: Transport) -> list[Weights]:
-        model = copy.deepcopy(self.first)
+    def _work(self, wire: Transport) -> list[_Note]:
+        self.enter(wire)
+        with noticing(*OWN) as called:
+            try:
+                return self._train(wire)
+            finally:
+                self.own += called
+
+    def _train(self, wire: Transport) -> list[_Note]:
+        model, notes = copy.deepcopy(self.first), list[_Note]()
+
+        def look(*_: Any) -> None:
+            notes[-1].updates += 1
+            notes[-1].cleared = not any(each.grad is not None and each.grad.any() for each in model.parameters())
+
+        def talk(*_: Any) -> None:
+            if notes:
+                notes[-1].talked = True
+
         strategy = self.strategy() if isinstance(self.strategy, type) else copy.deepcopy(self.strategy)
-        module = strategy.begin(model, OPTIMIZERS[self.optimizer](model.parameters()), wire)
-        notes = []
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        optimizer.register_step_pre_hook(look)
+        module = strategy.begin(model, optimizer, Recorder(wire, talk))
         for step in range(self.dealer.steps):
             strategy.clear()
             self._backward(module, step, [wire.rank], self.dealer.weight(step, wire.rank))
-            told = strategy.step()
-            if not isinstance(told, dict) or "wait" not in told:
-                raise TypeError(f"step() gave {told!r}: let it return the seconds that it waited, {{'wait': 0.0}}")
-            notes.append(_weights(model))
+            notes.append(_Note())
+            _check_told(strategy.step())
+            notes[-1].weights, notes[-1].gradients = _weights(model), _gradients(model)
         strategy.end()
         return notes
 
@@ -128,64 +177,56 @@ class _Trial:
 
     # what is wrong
 
-    def _wrong_weights(self, found: list[list[Weights]]) -> str | None:
+    def _wrong_weights(self, found: list[list[_Note]]) -> str | None:
         wanted = self._one_process()
         for step in range(self.dealer.steps):
-            ends = [notes[step] for notes in found]  # by rank
-            if all(_close(end, wanted[step]) for end in ends):
-                unlike = [rank for rank, end in enumerate(ends) if not _same_bits(end, ends[0])]
+            notes = [by_step[step] for by_step in found]  # by rank
+            if all(close(note.weights, wanted[step]) for note in notes):
+                unlike = [rank for rank, note in enumerate(notes) if not _same_bits(note.weights, notes[0].weights)]
                 if unlike:
                     return (
                         f"the weights of rank 0 and {name_ranks(unlike)} differ in their last bits: they would drift "
                         "apart, so let all ranks add up in the same order"
                     )
-            elif step == 0 and self.optimizer == "plain SGD":
-                return self._tell_first_step(ends)
+            elif (told := _tell_update(notes)) or (step == 0 and self.optimizer == "plain SGD"):
+                return told or self._tell_first_step(notes)
             else:
-                return self._tell_later_step(step, ends, wanted)
+                return self._tell_later_step(step, [note.weights for note in notes], wanted)
         return None
 
-    def _tell_first_step(self, ends: list[Weights]) -> str:
-        """A step of plain SGD shows the gradient that was applied: which one was it, for each parameter and rank?"""
+    def _tell_first_step(self, notes: list[_Note]) -> str:
+        own, start = self._own_gradients(), _weights(self.first)
+        mean = {name: torch.stack([each[name] for each in own]).mean(0) for name in start}
+        return tell_applied(
+            find_applied(own, [_applied(start, note) for note in notes]),
+            self.ranks,
+            talked=any(note.talked for note in notes),
+            late=all(close(note.gradients, mean) for note in notes),
+            divisor=self._divisor_elsewhere,
+        )
+
+    def _own_gradients(self) -> list[Weights]:
+        """Of each rank, in the first step."""
         own, model = [], copy.deepcopy(self.first)
         for rank in range(self.ranks):
             model.zero_grad()
             self._backward(model, 0, [rank], self.dealer.weight(0, rank))
-            own.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
-        start = _weights(self.first)
-        verdicts: dict[tuple[int, str], str] = {}
-        for rank, end in enumerate(ends):
-            for name in start:
-                applied, parts = (start[name] - end[name]) / RATE, torch.stack([each[name] for each in own])
-                verdicts[rank, name] = _verdict(applied, parts, rank)
-        return self._tell_verdicts(verdicts)
+            own.append(_gradients(model))
+        return own
 
-    def _tell_verdicts(self, verdicts: dict[tuple[int, str], str]) -> str:
-        kinds = set(verdicts.values())
-        if kinds == {"own", "rank 0"}:
-            kinds = {"rank 0"}  # which is rank 0's own
-        if len(kinds) == 1:
-            return _SENTENCES[kinds.pop()].format(n=self.ranks, n2=self.ranks**2)
-        by_name = {name: {verdicts[rank, name] for rank in range(self.ranks)} for _, name in verdicts}
-        right = [name for name, kinds in by_name.items() if kinds == {"mean"}]
-        wrong = [name for name, kinds in by_name.items() if kinds != {"mean"}]
-        if right:
-            return (
-                f"{join(right)} {_are(right)} averaged, but {join(wrong)} {_are(wrong)} not: "
-                "go through all parameters of the model, whatever their shape"
-            )
-        done = [rank for rank in range(self.ranks) if all(verdicts[rank, name] == "mean" for name in by_name)]
-        others = [rank for rank in range(self.ranks) if rank not in done]
-        if done:
-            return (
-                f"{name_ranks(done)} applied the mean of all gradients, but {name_ranks(others)} did not: "
-                "every rank needs it, to stay equal to the others"
-            )
-        return "the ranks applied different gradients: each must end with the mean of all ranks' gradients"
+    def _divisor_elsewhere(self) -> float:
+        """By what the sum is divided with one rank more: is it a number that was written down?"""
+        other = _Trial(self.strategy, self.ranks + 1, 48, "plain SGD", self.enter)
+        made = attempt(other._work, other.ranks, LIMIT)
+        if made.rehearsal is None:
+            return 0.0
+        steps = [_applied(_weights(self.first), notes[0]) for notes in made.rehearsal]
+        kinds = set(find_applied(other._own_gradients(), steps).values())
+        return 1 / kinds.pop().times if len(kinds) == 1 else 0.0
 
     def _tell_later_step(self, step: int, ends: list[Weights], wanted: list[Weights]) -> str:
         averaged = self._models_averaged()[step]
-        if self.optimizer == "Adam" and all(_close(end, averaged) for end in ends):
+        if self.optimizer == "Adam" and all(close(end, averaged) for end in ends):
             return (
                 "the weights are averaged after a step of each rank's own. With SGD that comes to the same, whose step "
                 "is proportional to the gradient; Adam's is not: average the gradients before optimizer.step()"
@@ -196,41 +237,46 @@ class _Trial:
                 f"all is well until step {step}, where the ranks have {join([str(each) for each in samples])} samples: "
                 "the loss is weighted for that already, so take the plain mean over ranks"
             )
-        name = next(name for name in wanted[step] if any(not _close_tensor(e[name], wanted[step][name]) for e in ends))
+        name = next(name for name in wanted[step] if any(not close_tensor(e[name], wanted[step][name]) for e in ends))
         return (
             f"{name} is right before step {step} and wrong after it: look at what a step keeps from the one before, "
             "and which gradient it applies"
         )
 
 
-_SENTENCES = {
-    "own": "every rank takes a step along its own gradient: nothing is averaged, so sum the gradients over all ranks, "
-    "divide by their number, and then call optimizer.step()",
-    "sum": "the step is {n} times too long: the gradients are summed over {n} ranks and not divided by their number",
-    "twice": "the step is {n} times too short: the sum over {n} ranks was divided by {n2}. Divide only once; op='mean' "
-    "divides already",
-    "own divided": "every rank applies its own gradient, divided by {n}: the sum over all ranks is missing",
-    "nothing": "the weights have not changed: call self.optimizer.step(), after averaging",
-    "rank 0": "every rank applies the gradient of rank 0: what the others have learned is lost. A mean needs them all",
-    "mean": "the weights are right",
-    "other": "the applied gradient is not the mean over ranks: for each parameter, sum parameter.grad over all ranks, "
-    "divide by {n}, and leave the result in parameter.grad",
-}
+def _tell_update(notes: list[_Note]) -> str | None:
+    """Was the optimizer asked once, with gradients there?"""
+    if all(note.cleared for note in notes):
+        return (
+            "the gradients are cleared before they are applied: leave zero_grad() out of step(); the training clears "
+            "them before the next backward pass"
+        )
+    if not any(note.updates for note in notes):
+        return "the weights are not updated by the optimizer: call self.optimizer.step(), after averaging"
+    if (most := max(note.updates for note in notes)) > 1:
+        return f"optimizer.step() is called {most} times in one step: call it once, after all gradients are averaged"
+    return None
 
 
-def _verdict(applied: torch.Tensor, parts: torch.Tensor, rank: int) -> str:
-    """Which gradient was applied to a parameter: the mean of the ranks' own ones (`parts`), or which other?"""
-    ranks = len(parts)
-    candidates = {
-        "mean": parts.mean(0),
-        "own": parts[rank],
-        "sum": parts.sum(0),
-        "twice": parts.mean(0) / ranks,
-        "own divided": parts[rank] / ranks,
-        "nothing": torch.zeros_like(applied),
-        "rank 0": parts[0],
-    }
-    return next((name for name, gradient in candidates.items() if _close_tensor(applied, gradient)), "other")
+def _check_told(told: Any) -> None:
+    if isinstance(told, GeneratorType):
+        raise _Refused("step() has a yield in it, so that nothing of it has run: use return")
+    if not isinstance(told, dict) or not isinstance(told.get("wait"), int | float):
+        raise _Refused(f"step() gave {told!r}: let it return the seconds that it waited, {{'wait': 0.0}}")
+
+
+def _tell_failure(made: Attempt) -> str:
+    error = made.failed[min(made.failed)]
+    if isinstance(error, _Refused):
+        return str(error)
+    who = name_ranks(sorted(made.failed))
+    if isinstance(error, TypeError) and "ReduceOp" in str(error):  # a page of C++ types
+        return (
+            f"{who} gave torch.distributed an op that it does not know: write op=dist.ReduceOp.SUM there; names such "
+            "as 'sum' are for dlab.collectives"
+        )
+    hint = ": Strategy leaves its step to you" if isinstance(error, NotImplementedError) else ""
+    return f"{who} ended in {tell_error(error)}{hint}"
 
 
 def _network(make: torch.Generator) -> nn.Module:
@@ -247,17 +293,16 @@ def _weights(model: nn.Module) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _close(one: Weights, other: Weights) -> bool:
-    return all(_close_tensor(one[name], other[name]) for name in other)
+def _gradients(model: nn.Module) -> Weights:
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
-def _close_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+def _applied(start: Weights, note: _Note) -> Weights:
+    return {name: (start[name] - note.weights[name]) / RATE for name in start}
 
 
 def _same_bits(one: Weights, other: Weights) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
-
-
-def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"

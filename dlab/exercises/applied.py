@@ -1,0 +1,151 @@
+"""Which gradient was applied? A step of plain SGD shows it: the mean over ranks, or what else, by which mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dlab.exercises.playing import join, name_ranks
+
+Weights = dict[str, torch.Tensor]  # by parameter; gradients, too
+
+
+class Applied(NamedTuple):
+    """What a rank has applied to a parameter: so many times the `sum` over ranks, or the gradient of `rank 0`, …"""
+
+    what: str
+    times: float = 1.0
+
+
+def find_applied(own: list[Weights], steps: list[Weights]) -> dict[tuple[int, str], Applied]:
+    """By rank and parameter, from the gradients that the ranks had and those that they have applied."""
+    return {
+        (rank, name): _find(torch.stack([each[name] for each in own]), applied[name], rank)
+        for rank, applied in enumerate(steps)
+        for name in applied
+    }
+
+
+def _find(parts: torch.Tensor, applied: torch.Tensor, rank: int) -> Applied:
+    known = {
+        "sum": parts.sum(0),
+        "own": parts[rank],
+        "rank 0": parts[0],
+        "the largest": parts.amax(0),
+        "the smallest": parts.amin(0),
+        "the product": parts.prod(0),
+    }
+    if close_tensor(applied, torch.zeros_like(applied)):
+        return Applied("nothing")
+    for what, gradient in known.items():
+        times = float((applied * gradient).sum() / (gradient * gradient).sum())
+        if close_tensor(applied, times * gradient):
+            return Applied(what, float(f"{times:.6g}"))
+    return Applied("other")
+
+
+def tell_applied(
+    applied: dict[tuple[int, str], Applied], ranks: int, talked: bool, late: bool, divisor: Callable[[], float]
+) -> str:
+    """What was wrong with it, and what to do.
+
+    `talked`: there were messages; `late`: after the step the gradients are the mean; `divisor()`: of the sum, with
+    another number of ranks.
+    """
+    kinds = set(applied.values())
+    if {kind.what for kind in kinds} == {"own", "rank 0"} and len({kind.times for kind in kinds}) == 1:
+        kinds = {kind for kind in kinds if kind.what == "rank 0"}  # which is rank 0's own
+    if len(kinds) > 1:
+        return _tell_unequal(applied, ranks)
+    kind = kinds.pop()
+    if kind.times < 0:
+        return "the step goes uphill: optimizer.step() subtracts the gradient, so leave its sign as it is"
+    if kind.what == "sum":
+        return _tell_sum(kind.times, ranks, divisor)
+    if kind == ("own", 1.0):
+        return _tell_own_step(talked, late)
+    if kind.what == "own":
+        scaled = f"divided by {1 / kind.times:.4g}" if kind.times < 1 else f"multiplied by {kind.times:.4g}"
+        return f"every rank applies its own gradient, {scaled}: the sum over all ranks is missing in parameter.grad"
+    if kind == ("rank 0", 1.0):
+        return "every rank applies the gradient of rank 0: what the others have learned is lost. A mean needs them all"
+    if kind.what.startswith("the "):
+        return f"of the ranks' gradients, {kind.what} is applied: add them up, op='sum', and divide by their number"
+    return (
+        "the applied gradient is not the mean over ranks: for each parameter, sum parameter.grad over all ranks, "
+        f"divide by {ranks}, and leave the result in parameter.grad"
+    )
+
+
+def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
+    if times == 1:
+        return (
+            f"the step is {ranks} times too long: the gradients are summed over {ranks} ranks and not divided by their "
+            "number; parameter.grad /= self.wire.size does it in place"
+        )
+    if times > 1:
+        return f"the step is too long: the sum over {ranks} ranks is multiplied by {times:.4g}; divide it by {ranks}"
+    found = 1 / times
+    if abs(found - ranks**2) < 1e-3 and abs(divisor() - found) > 1e-3:  # not 4 with 3 ranks, so that it is no plain 4
+        return (
+            f"the step is {ranks} times too short: the sum over {ranks} ranks was divided by {ranks**2}. Divide only "
+            "once; op='mean' divides already"
+        )
+    return (
+        f"you divide by {found:.4g}, but there are {ranks} ranks: divide by self.wire.size, which is right for any "
+        "number of them"
+    )
+
+
+def _tell_own_step(talked: bool, late: bool) -> str:
+    if late:
+        return (
+            "every rank takes a step along its own gradient, and averages afterwards: call optimizer.step() last, when "
+            "the mean is in parameter.grad"
+        )
+    if talked:
+        return (
+            "every rank takes a step along its own gradient, although numbers were exchanged: the mean must be in "
+            "parameter.grad before optimizer.step(), as parameter.grad.copy_(mean) puts it there"
+        )
+    return (
+        "every rank takes a step along its own gradient: nothing is averaged, so sum the gradients over all ranks, "
+        "divide by their number, and then call optimizer.step()"
+    )
+
+
+def _tell_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
+    """Not the same everywhere: by parameter, or by rank?"""
+    mean = {key: kind.what == "sum" and abs(kind.times * ranks - 1) < 1e-4 for key, kind in applied.items()}
+    names = list(dict.fromkeys(name for _, name in applied))
+    right = [name for name in names if all(mean[rank, name] for rank in range(ranks))]
+    wrong = [name for name in names if name not in right]
+    if right:
+        return (
+            f"{join(right)} {_are(right)} averaged, but {join(wrong)} {_are(wrong)} not: "
+            "go through all parameters of the model, whatever their shape"
+        )
+    done = [rank for rank in range(ranks) if all(mean[rank, name] for name in names)]
+    others = [rank for rank in range(ranks) if rank not in done]
+    if done:
+        return (
+            f"{name_ranks(done)} applied the mean of all gradients, but {name_ranks(others)} did not: "
+            "every rank needs it, to stay equal to the others"
+        )
+    return "the ranks applied different gradients: each must end with the mean of all ranks' gradients"
+
+
+def close(one: Weights, other: Weights) -> bool:
+    """But for rounding."""
+    return all(close_tensor(one[name], other[name]) for name in other)
+
+
+def close_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for rounding."""
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"

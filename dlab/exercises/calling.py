@@ -1,0 +1,65 @@
+"""A learner's function, called once: what it gave, or a sentence that says why it gave nothing."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.playing import attempt
+
+LIMIT = 10.0  # seconds for one call, which takes a right answer less than one of them
+_DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (_DLAB, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+
+
+class Unfinished(Exception):
+    """The call came to no answer; the message says why, in words that follow "with 3 ranks,"."""
+
+
+def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[..., Any], ...], instead: str) -> Any:
+    """What `function(*arguments)` gives; `Unfinished`, if that is nothing to look at.
+
+    It may fail or never end, and it must not be dlab's own solution, which is one of `own`: then do `instead`.
+    """
+    called: list[str] = []
+
+    def work(_: Any) -> Any:
+        with noticing(*own) as noticed:
+            try:
+                return function(*arguments)
+            finally:
+                called.extend(noticed)
+
+    made = attempt(work, 1, LIMIT)
+    if called:
+        raise Unfinished(tell_own(called, instead))
+    if made.failed:
+        raise Unfinished(f"it ended in {tell_error(made.failed[0])}") from made.failed[0]
+    if made.rehearsal is None:
+        raise Unfinished(tell_unreturned("it", bool(made.stuck), LIMIT))
+    if isinstance(made.rehearsal[0], Iterator):
+        kind = type(made.rehearsal[0]).__name__
+        raise Unfinished(
+            f"it gave a {kind}, which has done nothing yet: use return, not yield, or put list(…) around it"
+        )
+    return made.rehearsal[0]
+
+
+def tell_error(error: BaseException) -> str:
+    """`KeyError: 'w', in the line …`: the innermost line that the learner has written."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line for frame in frames if frame.line and not frame.filename.startswith(_LIBRARIES)]
+    where = f", in the line `{lines[-1]}`" if lines else ""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' * bool(said)}{said}{where}"
+
+
+def tell_unreturned(who: str, stuck: bool, limit: float) -> str:
+    """Of one that has not returned: it still runs, or has ended itself."""
+    if stuck:
+        return f"{who} had not returned after {limit:g} s: look for a loop that does not end"
+    return f"{who} called exit(), which ends a whole program: use return"

@@ -1,0 +1,104 @@
+"""torch.distributed on the threads of a rehearsal: there `dist.all_reduce` works as it does in a worker process.
+
+A process has one default process group. While `process_groups` lasts, each thread of a rehearsal has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from dlab.backend.group import DlabGroup
+from dlab.backend.works import Pending
+from dlab.processes import inside
+from dlab.transports import Transport
+from dlab.transports.base import Parcel
+
+_here = threading.local()  # .group and .transport of the rank whose thread asks
+
+
+@contextmanager
+def process_groups() -> Iterator[Callable[[Transport], None]]:
+    """Gives `join(transport)`: the thread that calls it is a rank, for torch.distributed and for dlab.
+
+    From then on `dist.all_reduce`, `dlab.world_size()` and the like are about the ranks of the rehearsal there.
+    """
+
+    def join(transport: Transport) -> None:
+        _here.transport, _here.group = transport, _ThreadGroup(transport)
+
+    world, wire = c10d._world, inside._transport
+    c10d._world, inside._transport = _World(world), _Mine()  # type: ignore[assignment]
+    try:
+        yield join
+    finally:
+        c10d._world, inside._transport = world, wire
+
+
+class _ThreadGroup(DlabGroup):
+    """The collectives of the backend `dlab`, over the transport of a rehearsal and in the thread that asks."""
+
+    def __init__(self, transport: Transport) -> None:
+        dist.ProcessGroup.__init__(self, transport.rank, transport.size)  # type: ignore[call-arg]
+        self._name = self._description = ""
+        self._bare = self._wire = transport
+        self._fused = self._plugged = None
+
+    def _do(self, task: Callable[[], object], value: Any, opts: Any) -> Pending:
+        if opts is not None and getattr(opts, "reduceOp", None) == dist.ReduceOp.AVG:
+            raise RuntimeError("gloo, which joins the workers of a CPU, has no ReduceOp.AVG: sum, and divide yourself")
+        with torch.no_grad():
+            task()
+        done = Pending(value)
+        done.finish()
+        return done
+
+    def send(self, *_: Any) -> Any:
+        """Would block in `isend`, where a real one does not."""
+        raise RuntimeError("this check has no point to point of torch.distributed: use exchange of the transport")
+
+    recv = recv_anysource = send  # type: ignore[assignment]
+
+
+class _World(c10d._World):
+    """The default process group of a thread that has joined; for all others, everything is as before."""
+
+    def __init__(self, before: c10d._World) -> None:
+        super().__init__()
+        self._before = before
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        """Of this thread."""
+        return getattr(_here, "group", self._before.default_pg)
+
+    @default_pg.setter
+    def default_pg(self, group: dist.ProcessGroup | None) -> None:
+        self._before.default_pg = group
+
+    @property
+    def pg_map(self) -> Any:
+        """For `dist.get_backend`."""
+        mine = getattr(_here, "group", None)
+        return self._before.pg_map if mine is None else self._before.pg_map | {mine: ("dlab", None)}
+
+
+class _Mine(Transport):
+    """What `dlab.transport()` gives: that of the rank whose thread asks."""
+
+    rank = property(lambda self: _here.transport.rank)
+    size = property(lambda self: _here.transport.size)
+
+    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+        """Passed on."""
+        _here.transport.move(outgoing, incoming)
+
+    def label(self, phase: str, step: int) -> None:
+        """Passed on."""
+        _here.transport.label(phase, step)
