@@ -8,7 +8,7 @@ from typing import Any
 
 from dlab.events import Event
 from dlab.processes.cluster import Cluster, cluster
-from dlab.processes.run import Run, finish
+from dlab.processes.run import Run, check_factor, finish
 
 
 class Race:
@@ -97,6 +97,7 @@ class Race:
 
     def scale(self, name: str, factor: float, to: Collection[str] | None = None) -> None:
         """Multiply what each run itself has for a knob, in the run that goes on and in those to come."""
+        check_factor(name, factor)
         with self._turn:
             for run in self._chosen(to):
                 run.scale(name, factor)

@@ -74,6 +74,8 @@ class Supervisor(threading.Thread):
                 )
             self.board.clear()
             self.board.write(Knobs(run.knobs, run.factors))
+            for rank, seconds in run.delays.items():
+                self.board.delays[rank] = float(seconds)
             self.desk.clear()
             cell.claim_thread()
             self._flight = Flight(run, again)
@@ -82,8 +84,8 @@ class Supervisor(threading.Thread):
                     message.send(worker.channel)
                 worker.busy = True
             run._note(self._everybody, "running")
-            for rank, seconds in run.delays.items():
-                self._set_delay(run, rank, seconds)
+            for rank in run.delays:
+                self._note_delay(run, rank)
 
         self._inbox.ask(begin)
 
