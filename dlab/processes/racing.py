@@ -10,7 +10,7 @@ from dlab.events import Event
 from dlab.processes.cluster import Cluster, cluster, make_room
 from dlab.processes.errors import Stopped
 from dlab.processes.notebook import Cell
-from dlab.processes.run import Run, finish
+from dlab.processes.run import Run, check_factor, finish
 from dlab.processes.waiting import controls_wait, end_of, wait_until
 
 
@@ -116,6 +116,7 @@ class Race:
 
     def scale(self, name: str, factor: float, to: Collection[str] | None = None) -> None:
         """Multiply what each run itself has for a knob, in the run that goes on and in those to come."""
+        check_factor(name, factor)
         with self._turn:
             for run in self._chosen(to):
                 run.scale(name, factor)

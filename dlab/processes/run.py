@@ -209,8 +209,7 @@ class Run:
 
     def scale(self, name: str, factor: float) -> None:
         """Multiply a knob: `dlab.knob(name, default)` gives its own value, set or default, times this from now on."""
-        if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
-            raise ValueError(f"{name} cannot be multiplied by {factor!r}: give a number above 0")
+        check_factor(name, factor)
         self._supervisor.turn(self, {}, {name: factor})
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -271,6 +270,12 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.name} on {self.ranks} workers: {self.state}, {len(self.events)} events>"
+
+
+def check_factor(name: str, factor: object) -> None:
+    """Refuse what no knob can be multiplied by."""
+    if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
+        raise ValueError(f"{name} cannot be multiplied by {factor!r}: give a number above 0")
 
 
 def finish(pictures: Iterable[threading.Thread]) -> None:

@@ -72,6 +72,8 @@ class Supervisor(threading.Thread):
                 raise self._flight.run.in_the_way()
             self.board.clear()
             self.board.write(Knobs(run.knobs, run.factors))
+            for rank, seconds in run.delays.items():
+                self.board.delays[rank] = float(seconds)
             self.desk.clear()
             run.cell.claim_thread()
             self._flight = Flight(run, again)
@@ -81,8 +83,8 @@ class Supervisor(threading.Thread):
                     message.send(worker.channel)
                 worker.busy = True
             run._note(self._everybody, "running")
-            for rank, seconds in run.delays.items():
-                self._set_delay(run, rank, seconds)
+            for rank in run.delays:
+                self._note_delay(run, rank)
 
         self._inbox.ask(begin)
 
