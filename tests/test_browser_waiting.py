@@ -86,3 +86,20 @@ def test_pause_resume_and_a_knob_act_while_the_next_cell_waits(server, chromium)
         assert sorted(re.findall(r"\[rank \d\] worker", text(notebook, 1))) == ["[rank 0] worker", "[rank 1] worker"]
         assert notebook.ask("order") == ["waited", "next"]
         assert notebook.failures() == []
+
+
+def test_a_cell_that_is_run_again_shows_the_panel_of_its_new_run_and_no_error(server, chromium):
+    name = server.write("again.ipynb", SETUP, START, "cluster.run(dlab.rank)")
+    with chromium.notebook(name) as notebook:
+        notebook.run_cell(0)
+        for said in ("", "work was still running since this cell ran before: it is stopped, and a new run begins\n"):
+            notebook.run_cell(1)
+            notebook.output(1).get_by_text("work: running").wait_for()
+            assert text(notebook, 1) == said
+            assert notebook.failures() == []
+        notebook.run_cell(2)  # another cell, while it goes on
+        (failure,) = notebook.failures()
+        assert re.fullmatch(r"RuntimeError: work has been running .* or end it \(run.stop\(\)\) first, .*", failure)
+        notebook.output(1).get_by_text("work: running").wait_for()
+        assert notebook.ask("run.state") == "running"
+        assert notebook.ask("run.stop()") is None

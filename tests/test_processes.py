@@ -247,7 +247,9 @@ def test_closing_ends_the_run_in_progress():
     run = cluster.start(lambda: time.sleep(1000) if dlab.rank() else "done")
     eventually(lambda: run._supervisor._flight.returned)
     cluster.close()
-    assert run.wait(10) == ["done", None]
+    with pytest.raises(dlab.Stopped):
+        run.wait(10)
+    assert run.wait(10, partial=True) == ["done", None]
     assert run.state == "stopped"
 
 

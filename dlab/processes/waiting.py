@@ -119,6 +119,7 @@ class Server:
         self._kernel, self._stream = kernel, stream
         self._arrived: deque[list[Any]] = deque()  # not looked at yet
         self._kept: list[list[Any]] = []
+        self._has_read = False
 
     def serve(self) -> None:
         """Handle what widgets have said."""
@@ -137,6 +138,7 @@ class Server:
 
         if not self._stream.socket.poll(0):
             return
+        self._has_read = True
         with _uninterrupted(), contextlib.suppress(zmq.Again):
             while True:
                 self._arrived.append(self._stream.socket.recv_multipart(zmq.NOBLOCK, copy=False))
@@ -156,25 +158,32 @@ class Server:
         try:
             identity, rest = kernel.session.feed_identities(frames, copy=False)
             message = kernel.session.deserialize(rest, content=True, copy=False)
+            _flush()  # what the cell has printed so far is the cell's
             kernel.set_parent(identity, message, channel="shell")
             kernel._publish_status("busy", "shell")
             kernel.shell_handlers[message["header"]["msg_type"]](self._stream, identity, message)
         except Exception:
             kernel.log.error("a widget's message could not be handled:", exc_info=True)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             kernel._publish_status("idle", "shell")  # widgets send the next change only then
             kernel.set_parent(*cell, channel="shell")
             kernel._publish_status("busy", "shell")  # as it is
 
     def give_back(self) -> None:
         """The kernel gets what was kept, before anything that comes from now on."""
+        if not self._has_read:
+            return
         stream = self._stream
         with _uninterrupted():
             for frames in (*self._kept, *self._arrived):
                 stream._run_callback(stream._recv_callback, frames)
             stream.on_recv(stream._recv_callback, copy=False)  # look at once: we may have heard what it waits to hear
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 @contextlib.contextmanager
