@@ -76,6 +76,12 @@ def as_in_the_tour(self):
 
 
 @strategy
+def averaged_by_gloo(self):
+    for parameter in self.model.parameters():
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+
+@strategy
 def imported_by_name(self):
     for parameter in self.model.parameters():
         all_reduce(parameter.grad)
@@ -170,7 +176,14 @@ class WithABegin(Strategy):
 
 
 RIGHT = [parameter_by_parameter, all_at_once, divided_first, Own(1.0), WithABegin, cleared_afterwards, by_hand]
-RIGHT += [as_in_the_tour, imported_by_name, all_at_once_in_the_background, to_rank_0_and_back, of_all_gathered]
+RIGHT += [
+    as_in_the_tour,
+    averaged_by_gloo,
+    imported_by_name,
+    all_at_once_in_the_background,
+    to_rank_0_and_back,
+    of_all_gathered,
+]
 RIGHT += [by_the_transport_of_dlab, by_the_fastest]
 
 
@@ -334,12 +347,6 @@ def largest(self):
 def average(self):
     for parameter in self.model.parameters():
         ring_allreduce(parameter.grad, self.wire, op="avg")
-
-
-@strategy
-def average_of_gloo(self):
-    for parameter in self.model.parameters():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
 
 @strategy
@@ -608,7 +615,6 @@ WRONG = [
     (uphill, "the step goes uphill: optimizer.step() subtracts the gradient, so leave its sign as it is"),
     (largest, "of the ranks' gradients, the largest is applied: add them up, op='sum', and divide by their number"),
     (average, "ended in ValueError: there is no op 'avg': use sum, mean"),
-    (average_of_gloo, "has no ReduceOp.AVG: sum, and divide yourself, in the line `dist.all_reduce(parameter.grad, op"),
     (name_for_torch, "ranks 0 and 1 gave torch.distributed an op that it does not know: write op=dist.ReduceOp.SUM"),
     (
         op_of_torch_for_dlab,
