@@ -102,6 +102,11 @@ class Panel:
         return [part for view in self.shown for part in view.parts]
 
     @property
+    def live_parts(self) -> list[Part]:
+        """The same while it goes on: views that nearly every run fills keep their place until their events come."""
+        return [part for view in self.views if view.awaited or not view.empty for part in view.parts]
+
+    @property
     def title(self) -> str:
         """`train: running`."""
         return f"{self.run.name}: {self.run.state}"
@@ -217,7 +222,7 @@ class Live:
     def __init__(self, panel: Panel, handle: DisplayHandle, make_controls: Controls) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._screen = Screen()
+        self._screen = Screen(panel.live_parts)
         self._title = widgets.Label(panel.title)
         row = {"flex_flow": "row wrap", "align_items": "center"}
         self._knobs = widgets.HBox(layout=row)
@@ -256,7 +261,7 @@ class Live:
                 self.panel.take_in()
                 self._add_knobs()
                 self._title.value = self.panel.title
-                self._screen.show(self.panel.parts, last=done)
+                self._screen.show(self.panel.live_parts, last=done)
                 spent, drawn = time.thread_time() - drawn, time.thread_time()
                 due = time.monotonic() + min(LONGEST, spent / MOST) - PERIOD / 2
 
