@@ -15,7 +15,7 @@ from dlab.views.page import Part, pack, scripts, styles
 class Screen(anywidget.AnyWidget):
     """`show(parts)` sends one binary message to every page that has it; a page that opens later waits for the next.
 
-    What it is made with is in the widget itself: a page has it at once, so that the panel has its height from the start.
+    What it is made with is in the widget itself: a page has it at once, and the panel its height from the start.
     """
 
     _esm = f"{scripts()}\nexport default {{ initialize, render }};"

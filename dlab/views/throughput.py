@@ -136,8 +136,8 @@ class Throughput(View):
 
     def _ranks(self) -> list[int]:
         """Whose each of the lines is; -1 for all together."""
-        ranks = sorted(self._steps)[:_SHOWN]
-        return [*ranks, *[-1] * (len(self.lines()[1]) - len(ranks))]
+        ranks, count = sorted(self._steps)[:_SHOWN], len(self.lines()[1])
+        return [*ranks, -1][:count] if count > 1 else ranks[:count]
 
     def data(self) -> dict[str, Any]:
         """The moments once, and the rates of every line."""

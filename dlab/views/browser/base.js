@@ -265,19 +265,14 @@ function legend(paint, names) {
   return y + 14;
 }
 
-// What the picture itself does not show, at its upper right.
-function writeNote(paint, box, text) {
-  if (!text) return;
-  const { context } = paint;
-  const [line] = fold(text, box.right - box.left - 8, 1);
-  context.textAlign = "right";
-  context.textBaseline = "top";
-  context.globalAlpha = 0.85;
-  context.fillStyle = paint.ground;
-  context.fillRect(box.right - textWidth(line) - 6, box.top, textWidth(line) + 6, 16);
-  context.globalAlpha = 1;
-  context.fillStyle = paint.text;
-  context.fillText(line, box.right - 3, box.top + 2);
+// What the picture itself does not show, in a row of its own above the axes; gives where these may begin.
+function writeNote(paint, text, top) {
+  if (!text) return top;
+  paint.context.fillStyle = paint.text;
+  paint.context.textBaseline = "top";
+  paint.context.textAlign = "left";
+  paint.context.fillText(fold(text, paint.width - 56, 1)[0], 52, top - 6);
+  return top + 14;
 }
 
 // In a notebook: a widget to which the kernel sends a frame several times a second. Only the latest is drawn.

@@ -34,7 +34,7 @@ views.curves = {
     if (crowd) named.splice(0, named.length - 1, [`${named.length - 1} ranks`, shown[0].colour]);
     const at = axes(paint, {
       x: [0, last], y: [0, Math.min(data.top ?? Infinity, highest * 1.05)], whole: by === "step",
-      xlabel: by === "step" ? "step" : "seconds", ylabel: "loss", top: legend(paint, named),
+      xlabel: by === "step" ? "step" : "seconds", ylabel: "loss", top: writeNote(paint, data.note, legend(paint, named)),
     });
     inside(paint, at.box, () => shown.forEach((curve) => this.line(context, curve, at)));
     for (const { lost, colour } of shown) {
@@ -43,12 +43,11 @@ views.curves = {
       context.textBaseline = "middle";
       write(paint, lost.sign, at.x(lost[by]), at.box.top + 5, 1);
     }
-    if (shown.some((curve) => curve.lost && curve.lost.time <= until)) writeNote(paint, at.box, data.note);
   },
 
   line(context, curve, at) {
-    context.globalAlpha = curve.strong ? 1 : 0.6;
-    context.lineWidth = curve.strong ? 2 : 1.25;
+    context.globalAlpha = curve.strong ? 1 : 0.85;
+    context.lineWidth = curve.strong ? 2.2 : 1.4;
     context.strokeStyle = curve.colour;
     context.beginPath();
     let begun = false; // a loss that is not finite leaves a gap

@@ -1,8 +1,14 @@
 // Staleness: a row of bars per rank, the shares of its updates, and a line at their mean.
 
+const MEANING = "staleness: updates that the gradient's weights did not have";
+
 views.staleness = {
   clock: "none",
-  height: (data) => 62 + 48 * data.rows.length,
+
+  height(data, width) {
+    const more = data.ranks > data.rows.filter((row) => row.rank >= 0).length;
+    return 46 + 48 * data.rows.length + 14 * Math.max(fold(MEANING, width - 4).length - 1, more ? 1 : 0);
+  },
 
   draw(paint, data) {
     const { context } = paint;
@@ -35,10 +41,10 @@ views.staleness = {
     for (const tick of ticks(0, bars * data.width - 1, 8)) {
       if (Number.isInteger(tick)) context.fillText(tick, x(tick), under);
     }
-    write(paint, "staleness: updates that the gradient's weights did not have", (left + right) / 2, under + 17);
+    write(paint, MEANING, (left + right) / 2, under + 17);
     context.textAlign = "left";
     context.fillText(`tallest bar: ${Math.round(100 * highest)} %`, right + 8, under);
     const shown = data.rows.filter((row) => row.rank >= 0).length;
-    if (data.ranks > shown) context.fillText(`${shown} of ${data.ranks} ranks`, right + 8, under + 32);
+    if (data.ranks > shown) context.fillText(`${shown} of ${data.ranks} ranks`, right + 8, under + 15);
   },
 };

@@ -15,6 +15,7 @@ views.throughput = {
       y: [0, (highest * 1.08) / unit],
       xlabel: "seconds since the run began",
       ylabel: `${unit > 1 ? "thousand " : ""}${data.unit}/s`,
+      top: writeNote(paint, data.note, 10),
     });
     const { context } = paint;
     const ends = [];
@@ -38,7 +39,6 @@ views.throughput = {
       if (last !== null) ends.push({ ...style, name: line.name, value: last, y: at.y(last / unit) });
     }
     context.setLineDash([]);
-    writeNote(paint, at.box, data.note);
     this.label(paint, at.box, ends);
   },
 

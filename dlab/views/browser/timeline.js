@@ -32,7 +32,7 @@ views.timeline = {
     const tall = this.tall(data);
     const small = tall < 30;
     const box = { left: small ? 104 : 88, right: width - 14, top: 24, bottom: height - 36, first, last, small };
-    box.bar = small ? { top: -5, high: 8, sent: 4, sentHigh: 2 } : { top: -15, high: 17, sent: 4, sentHigh: 5 };
+    box.bar = small ? { top: -6, high: 9, sent: 4, sentHigh: 2 } : { top: -15, high: 17, sent: 3, sentHigh: 4 };
     paint.picture.box.dataset.first = first;
     const x = (moment) => box.left + ((moment - first) / (last - first)) * (box.right - box.left);
     const fills = { compute: this.look.compute, wait: this.hatch(context), delay: this.dots(context) };
@@ -144,7 +144,7 @@ views.timeline = {
         context.textAlign = "center";
         context.fillText("✕", Math.min(Math.max(from, left + 8), paint.width - 12), y - (small ? 0 : 5));
       } else {
-        context.fillRect(from, y + (small ? 5 : 10), x(after) - from, 2);
+        context.fillRect(from, y + (small ? 6 : 8), x(after) - from, 2);
       }
       if (small) continue;
       context.font = "10px system-ui, sans-serif";
@@ -154,7 +154,7 @@ views.timeline = {
       const [shortened] = fold(words, paint.width - left - 8, 1, context.font);
       const start = Math.max(left, Math.min(from, paint.width - 4 - context.measureText(shortened).width));
       if (start + context.measureText(shortened).width > taken) continue;
-      context.fillText(shortened, start, y + 9);
+      context.fillText(shortened, start, y + 11);
       taken = start - 8;
     }
   },
@@ -182,7 +182,7 @@ views.timeline = {
     context.textAlign = "left";
     context.textBaseline = "middle";
     names.forEach((name, place) => {
-      const left = box.left + 82 * place;
+      const left = box.left + 92 * place;
       context.fillStyle = fills[name] ?? this.look[name];
       context.fillRect(left, name === "send" ? 6 : 3, 22, name === "send" ? 5 : 12);
       context.fillStyle = paint.text;
