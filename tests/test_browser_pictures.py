@@ -55,13 +55,14 @@ def work():
         time.sleep(0.01)
         dlab.log(step=step, loss=1 / (step + 1), samples=32, compute=0.008, wait=0.002, rate=dlab.knob("lr", 0.1))
 """
+# How high the board is in every frame, as it was painted.
 HEIGHTS = """
 () => {
     window.heights = [];
     const look = () => {
         const board = document.querySelector('.dlab-board');
         if (board) window.heights.push(board.getBoundingClientRect().height);
-        requestAnimationFrame(look);
+        requestAnimationFrame(() => setTimeout(look));
     };
     look();
 }

@@ -49,7 +49,9 @@ class Picture {
     this.drawn = 0;
     this.options = {};
     if (this.view.controls) this.view.controls(this, make("div", this.box, { className: "dlab-options" }));
-    new ResizeObserver(() => this.ask()).observe(this.box);
+    // Drawn at once when it gets its width, before anybody sees a picture of the wrong height. What is observed has no
+    // height, so that drawing does not change it.
+    new ResizeObserver(() => this.data && this.draw()).observe(make("div", this.box, { className: "dlab-width" }));
   }
 
   set(part) {
