@@ -144,7 +144,13 @@ class LossCurves(View):
             )
             if number in lost:
                 sign, end = lost[number]
-                look = {"color": colour, "markersize": 9, "markeredgecolor": "white", "clip_on": False, "zorder": 5}
+                look: dict[str, Any] = {
+                    "color": colour,
+                    "markersize": 9,
+                    "markeredgecolor": "white",
+                    "clip_on": False,
+                    "zorder": 5,
+                }
                 axes.plot(end[column], 1, "^" if sign == "▲" else "X", transform=axes.get_xaxis_transform(), **look)
         if not self.empty:
             axes.legend(ncols=2, frameon=False)

@@ -108,8 +108,8 @@ class Lane:
                 colour = LOOK["delay"] if state.state == "delayed" else _QUIET
                 axes.hlines(place + 0.42, state.time, after, color=colour, linewidth=3)
             elif state.state in ("dead", "failed"):
-                place_of_cross = {"markersize": 11, "markeredgecolor": "white", "clip_on": False}
-                axes.plot(min(state.time, last), place, "X", color=_TROUBLE, **place_of_cross)
+                look: dict[str, Any] = {"markersize": 11, "markeredgecolor": "white", "clip_on": False}
+                axes.plot(min(state.time, last), place, "X", color=_TROUBLE, **look)
 
 
 def _bar(place: int, span: tuple[float, float]) -> tuple[float, float]:
