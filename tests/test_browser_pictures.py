@@ -36,7 +36,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
     .map(([a, b]) => turn.transformPoint({x: a, y: b}));
   const [xs, ys] = [corners.map((p) => p.x / scale), corners.map((p) => p.y / scale)];
   window.texts.get(this.canvas)?.push({
-    text, squeezed: size.width > (most ?? Infinity), left: Math.min(...xs), right: Math.max(...xs),
+    text: String(text), squeezed: size.width > (most ?? Infinity), left: Math.min(...xs), right: Math.max(...xs),
     top: Math.min(...ys), bottom: Math.max(...ys), view: this.canvas.parentElement.dataset.view,
     width: this.canvas.width / scale, height: this.canvas.height / scale,
   });

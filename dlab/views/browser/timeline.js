@@ -181,13 +181,14 @@ views.timeline = {
     if (data.lanes.some((lane) => lane.messages.length)) names.push("send");
     context.textAlign = "left";
     context.textBaseline = "middle";
-    names.forEach((name, place) => {
-      const left = box.left + 92 * place;
+    let left = box.left;
+    for (const name of names) {
       context.fillStyle = fills[name] ?? this.look[name];
       context.fillRect(left, name === "send" ? 6 : 3, 22, name === "send" ? 5 : 12);
       context.fillStyle = paint.text;
       context.fillText(name, left + 27, 9);
-    });
+      left += textWidth(name) + 38;
+    }
     const more = `${data.lanes.length} of ${data.ranks} ranks`;
     context.textAlign = "right";
     if (data.ranks > data.lanes.length) context.fillText(more, box.right, 9);
