@@ -7,7 +7,7 @@ views.staleness = {
 
   height(data, width) {
     const more = data.ranks > data.rows.filter((row) => row.rank >= 0).length;
-    return 46 + 48 * data.rows.length + 14 * Math.max(fold(MEANING, width - 4).length - 1, more ? 1 : 0);
+    return 46 + 48 * data.rows.length + 14 * (fold(MEANING, width - 4).length - (more ? 0 : 1));
   },
 
   draw(paint, data) {
@@ -45,6 +45,6 @@ views.staleness = {
     context.textAlign = "left";
     context.fillText(`tallest bar: ${Math.round(100 * highest)} %`, right + 8, under);
     const shown = data.rows.filter((row) => row.rank >= 0).length;
-    if (data.ranks > shown) context.fillText(`${shown} of ${data.ranks} ranks`, right + 8, under + 15);
+    if (data.ranks > shown) context.fillText(`${shown} of ${data.ranks} ranks`, right + 8, under + 17 + 14 * fold(MEANING, paint.width - 4).length);
   },
 };
