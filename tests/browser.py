@@ -272,9 +272,11 @@ class Chromium:
         self._browser, self._server = browser, server
 
     @contextlib.contextmanager
-    def notebook(self, name: str, app: str = "lab", height: int = 1000, scale: float = 1) -> Iterator[Notebook]:
+    def notebook(
+        self, name: str, app: str = "lab", height: int = 1000, scale: float = 1, width: int = 1200
+    ) -> Iterator[Notebook]:
         """Open a notebook with a kernel of its own, and end both; fails if the browser had an error to report."""
-        with self.page(viewport={"width": 1200, "height": height}, device_scale_factor=scale) as (page, errors):
+        with self.page(viewport={"width": width, "height": height}, device_scale_factor=scale) as (page, errors):
             page.goto(self._server.address(name, app))
             wait_for_kernel(page)
             try:

@@ -24,7 +24,7 @@ def _events(ranks=2, steps=50):
 def test_a_line_per_rank_with_the_logged_losses_and_labels_on_both_axes():
     figure = LossCurves(_events()).figure()
     (axes,) = figure.axes
-    raw = [line for line in axes.lines if line.get_alpha() == 0.25]
+    raw = [line for line in axes.lines if line.get_alpha() == 0.4]
     assert len(raw) == 2
     for rank, line in enumerate(raw):
         assert np.array_equal(line.get_xdata(), np.arange(50))

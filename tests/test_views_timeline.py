@@ -2,15 +2,19 @@
 
 import random
 import time
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import dlab
 from dlab.demo import train
 from dlab.views import Timeline
+from dlab.views.lanes import LOOK
 
 
 def _run(computes, steps=40, wire=0.002, begin=1000.0, jitter=0.0, seed=0):
@@ -51,7 +55,7 @@ def test_shares_are_those_of_the_steps_that_are_shown():
         shown = [event.data for event in events if event.rank == rank and event.time > last - 1.0]
         compute, wait = sum(data["compute"] for data in shown), sum(data["wait"] for data in shown)
         assert 10 < len(shown) < 30
-        assert view.shares()[rank] == pytest.approx((compute / (compute + wait), wait / (compute + wait)))
+        assert view.shares()[rank] == pytest.approx((compute / (compute + wait), wait / (compute + wait), 0.0))
 
 
 def test_everybody_waits_for_the_one_that_computes_longest():
@@ -65,7 +69,7 @@ def test_everybody_waits_for_the_one_that_computes_longest():
 
 def test_nobody_waits_among_equals_however_long_the_wire_takes():
     view = Timeline(_run({0: 0.01, 1: 0.011, 2: 0.0105}, wire=0.05))
-    assert all(wait > 0.3 for _, wait in view.shares().values())
+    assert all(share.wait > 0.3 for share in view.shares().values())
     assert view.waiting() == {} and view.slow() == []
 
 
@@ -133,7 +137,7 @@ def test_bars_lie_where_the_time_went():
 
 def test_delays_and_pauses_are_underlined_and_an_end_is_crossed():
     run = _run({0: 0.1, 1: 0.2})
-    states = [
+    states = [  # the steps go on for eight seconds
         _state(1001.0, 1, "delayed", "0.1 s in each step"),
         _state(1002.0, 1, "paused"),
         _state(1003.0, 1, "running"),
@@ -145,6 +149,83 @@ def test_delays_and_pauses_are_underlined_and_an_end_is_crossed():
     assert np.allclose(cross.get_data(), [[1007.0 - begun], [1]])
     under = [path.get_extents() for bar in axes.collections if bar.get_linewidth()[0] == 3 for path in bar.get_paths()]
     assert np.allclose([(b.x0, b.x1) for b in under], [(1001 - begun, 1002 - begun), (1002 - begun, 1003 - begun)])
+
+
+def _async(fast=20, slow=20):
+    """Three ranks are done after a tenth of a second; rank 2 sleeps in each step."""
+    events = []
+    for rank in (0, 1, 3):
+        logged = [(1000.0 + 0.005 * step, {"step": step, "compute": 0.005, "wait": 0.0}) for step in range(fast)]
+        events += [dlab.Event(moment, rank, "log", data) for moment, data in logged]
+    for step in range(slow):
+        delay = {"delay": 0.1} if step else {}
+        data = {"step": step, "compute": 0.105 if step else 0.005, "wait": 0.0}
+        events.append(dlab.Event(1000.0 + 0.105 * step, 2, "log", data | delay))
+    return sorted(events, key=lambda event: event.time)
+
+
+def test_ranks_that_were_done_long_ago_are_shown_too():
+    view = Timeline([*_async(), _state(1060.0, 2, "returned")])
+    first, last = view.window
+    assert last == pytest.approx(19 * 0.105)  # where the data end, not where the last state was told
+    assert all(len(lane.since(first)) == 20 for lane in view.lanes.values())
+    low, high = view.figure().axes[0].get_xlim()
+    assert (low, high) == (max(0.0, first), last)
+
+
+def test_a_rank_that_is_dead_does_not_widen_the_window():
+    events = [event for event in _run({0: 0.05, 1: 0.05}, 1000) if event.rank == 0 or event.time < 1002]
+    alive, dead = Timeline(events), Timeline([*events, _state(1002.0, 1, "dead", "killed")])
+    assert dead.window[1] - dead.window[0] == pytest.approx(dead.seconds)
+    assert alive.window[1] - alive.window[0] > 40
+    late = Timeline([*events[:60], _state(1500.0, 1, "dead", "killed")])
+    assert late.figure().axes[0].lines[0].get_xdata()[0] < 10  # at the edge, and not far outside
+
+
+def test_delay_is_neither_computing_nor_waiting():
+    """Both for loops that count it as computing, as dlab's do, and for those that do not."""
+    inside = _async()
+    outside = [
+        event._replace(data=event.data | {"compute": event.data["compute"] - event.data.get("delay", 0.0)})
+        for event in inside
+    ]
+    for events in (inside, outside):
+        view = Timeline(events, seconds=100)
+        assert view.shares()[2].delay == pytest.approx(19 * 0.1 / (19 * 0.1 + 20 * 0.005))
+        assert view.shares()[0].delay == 0 and view.shares()[0].compute == 1
+        assert view.slow() == [2]
+        assert str(view).splitlines()[2] == "rank 2  compute   5 %  delay  95 %  wait   0 %  slow"
+        figure = view.figure()
+        assert "delay" in [text.get_text() for text in figure.legends[0].get_texts()]
+        colours = {tuple(bar.get_facecolor()[0]) for bar in figure.axes[0].collections if len(bar.get_facecolor())}
+        assert len(colours) >= 3
+    assert "delay" not in str(Timeline(_run({0: 0.01, 1: 0.2})))
+
+
+def test_messages_do_not_hide_what_a_rank_does():
+    figure = Timeline([*_run({0: 0.01, 1: 0.03}, 10), _message(0, 1, 1000.0, 1000.3)], seconds=10).figure()
+    boxes = {"bars": [], "sent": []}
+    for bar in figure.axes[0].collections:
+        heights = [path.get_extents() for path in bar.get_paths()]
+        green = [np.allclose(colour[:3], to_rgb(LOOK["send"])) for colour in bar.get_facecolor()[:1]]
+        kind = "sent" if any(green) else "bars"
+        boxes[kind] += [(box.y0, box.y1) for box in heights if box.height > 0.01]
+    assert boxes["sent"]
+    for top, bottom in boxes["sent"]:
+        assert not any(a < bottom and top < b for a, b in boxes["bars"] if a < 0.5)
+
+
+@pytest.mark.parametrize("ranks", [1, 64, 100])
+def test_the_names_of_many_ranks_do_not_lie_on_each_other(ranks):
+    figure = Timeline(_run(dict.fromkeys(range(ranks), 0.01), 5)).figure()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels()]
+    assert len(boxes) == min(ranks, 64)
+    for above, below in pairwise(boxes):
+        assert above.y0 >= below.y1 - 1
+    assert ("of 100 ranks" in figure.axes[0].get_title()) == (ranks == 100)
+    assert figure.get_size_inches()[1] < 15
 
 
 def test_waiting_is_hatched_so_that_it_needs_no_colour():
@@ -181,11 +262,11 @@ def test_what_goes_to_the_browser_is_the_latest_and_bounded(tmp_path):
     view = Timeline(events)
     data = view.data()
     assert [lane["name"] for lane in data["lanes"]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    assert all(len(lane["steps"]) == 3 * 1500 and lane["steps"].dtype == np.float32 for lane in data["lanes"])
+    assert all(len(lane["steps"]) == 4 * 1500 and lane["steps"].dtype == np.float32 for lane in data["lanes"])
     assert len(data["lanes"][0]["messages"]) == 3 * 1500
-    steps = data["lanes"][2]["steps"].reshape(-1, 3)
+    steps = data["lanes"][2]["steps"].reshape(-1, 4)
     own = [event for event in events if event.kind == "log" and event.rank == 2][-1500:]
-    plain = [(event.time - events[0].time, event.data["compute"], event.data["wait"]) for event in own]
+    plain = [(event.time - events[0].time, event.data["compute"], event.data["wait"], 0.0) for event in own]
     assert np.allclose(steps, plain, atol=1e-5)
     view.save_html(tmp_path / "page.html")
     assert "views.timeline" in (tmp_path / "page.html").read_text()
@@ -210,6 +291,10 @@ def test_a_delayed_worker_keeps_the_other_waiting():
     view = Timeline(events)
     assert view.waiting() == {0: 1}
     assert view.slow() == [1]
+    assert view.shares()[1].delay > 0.5 > view.shares()[1].compute and view.shares()[0].delay == 0
+    assert "delay" in str(view) and "delay" in [text.get_text() for text in view.figure().legends[0].get_texts()]
+    slept = [event.data["delay"] for event in events if "delay" in event.data]
+    assert slept and all(seconds >= 0.2 for seconds in slept) and {e.rank for e in events if "delay" in e.data} == {1}
     logs = [event.data for event in events if event.kind == "log"]
     assert all({"step", "loss", "samples", "compute", "wait"} <= set(data) for data in logs)
     assert all(data["samples"] == 64 for data in logs)

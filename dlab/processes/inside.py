@@ -36,6 +36,7 @@ _ring_rank = 0
 _device: torch.device | None = None
 _transport: Recorder | None = None
 _declared: set[str] = set()
+_slept = 0.0  # seconds of delay since the last `log`
 _kept: dict[Callable[[], Any], Any] = {}
 _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
 
@@ -49,10 +50,10 @@ def enter(board: Board, rank: int, device: torch.device, servers: Servers) -> No
 
 def begin() -> None:
     """Called by the worker before each run: knobs are declared and wires laid anew."""
-    global _transport
+    global _transport, _slept
     _declared.clear()
     _kept.clear()
-    _transport = None
+    _transport, _slept = None, 0.0
 
 
 def once(make: Callable[[], T]) -> T:
@@ -110,13 +111,17 @@ def log(**data: Any) -> None:
     """Tell the notebook something: `dlab.log(step=3, loss=0.7)`. Never waits; costs 10 to 50 us.
 
     Numbers, strings and small tensors; reading a GPU tensor's value waits for the GPU, as `.item()` does.
-    A delay set by `run.delay(rank, seconds)` is slept here, so a step is as slow as the learner has asked for.
+    A delay set by `run.delay(rank, seconds)` is slept here, so a step is as slow as the learner has asked for. The next
+    event says how long that was, as `delay`.
     """
-    emit("log", data)
+    global _slept
+    emit("log", data | {"delay": _slept} if _slept else data)
+    _slept = 0.0
     if _board is not None and _board.delays[_ring_rank] > 0.0:
         start = time.monotonic()
         while (left := start + _board.delays[_ring_rank] - time.monotonic()) > 0:
             time.sleep(min(left, _NAP))
+        _slept = time.monotonic() - start
 
 
 def emit(kind: str, data: dict[str, Any]) -> None:

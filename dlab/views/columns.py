@@ -15,7 +15,7 @@ import numpy as np
 
 from dlab.events import Event, Records
 
-NAMES = ("step", "loss", "samples", "compute", "wait")  # of what is logged, those that a view draws
+NAMES = ("step", "loss", "samples", "compute", "wait", "delay")  # of what is logged, those that a view draws
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -10,12 +10,14 @@ from matplotlib.figure import Figure
 
 from dlab.events import Event
 from dlab.views.columns import Arrivals, Column, Table
-from dlab.views.still import COLOURS, View
+from dlab.views.still import COLOURS, View, places_of
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 30  # characters of a curve in the terminal
 _SMOOTH = 10  # steps to either side in the running mean that is drawn over the raw loss; fewer in a short run
 _POINTS = 600  # of a curve that go to the browser; a screen has no more columns for it
+_NAMED = 8  # ranks with a name in the legend; more of them have no room, and no colours of their own
+_EXPLODED, _TOP = 8.0, 2.5  # so many times the first loss: then the picture is cut, at so many times the first
 
 Curve = Column  # a row per point: step, loss, seconds since the first event of its run
 
@@ -30,7 +32,7 @@ class LossCurves(View):
     rank 0   59 steps   2.301 → 0.412  █▇▆▅▃▂▂▁
     """
 
-    script, title = "curves", "Loss"
+    script, title, awaited = "curves", "Loss", True
 
     def __init__(self, events: Iterable[Event] | Mapping[str, Iterable[Event]] = (), by: str = "step") -> None:
         if by not in ("step", "time"):
@@ -81,20 +83,79 @@ class LossCurves(View):
         lines = [(f"rank {rank}", curve[_places(len(curve), every)]) for rank, curve in ranks]
         return [*lines, ("mean", mean(self.losses, every))] if len(lines) > 1 else lines
 
+    def _colours(self, names: list[str]) -> list[int]:
+        """A place in COLOURS for each line, -1 for the mean."""
+        if len(self.runs) > 1:
+            return places_of(names)
+        return [*sorted(self.losses), *[-1] * (len(names) - len(self.losses))]
+
+    def top(self) -> float | None:
+        """Where the picture is cut off, because a loss has exploded: the others must remain readable."""
+        finite = [
+            losses[np.isfinite(losses)] for ranks in self.runs.values() for losses in (c[:, 1] for c in ranks.values())
+        ]
+        first = max((float(losses[0]) for losses in finite if len(losses)), default=0.0)
+        exploded = any(len(losses) and losses.max() > _EXPLODED * first for losses in finite)
+        return _TOP * first if exploded and first > 0 else None
+
+    def lost(self) -> dict[int, tuple[str, Column]]:
+        """By number of the line, where it leaves the picture, and how: `▲` above its top, `✕` no longer finite."""
+        groups = [list(ranks.values()) for ranks in self.runs.values() if ranks]
+        if len(self.runs) == 1:
+            groups = [[curve] for _, curve in sorted(self.losses.items())]
+        top, found = self.top() or np.inf, {}
+        for number, curves in enumerate(groups):
+            ends = []
+            for curve in curves:
+                outside = np.flatnonzero(~(curve[:, 1] <= top) | ~np.isfinite(curve[:, 1]))
+                ends += [curve[outside[0]]] if len(outside) else []
+            if ends:
+                end = min(ends, key=lambda point: point[2])
+                found[number] = ("▲" if np.isfinite(end[1]) else "✕", end)
+        return found
+
+    def note(self) -> str:
+        """What the picture cannot show: how high a loss went, and since when one is not finite."""
+        curves = [curve for ranks in self.runs.values() for curve in ranks.values()]
+        words = []
+        if self.top() is not None:
+            highest = max(float(losses.max()) for c in curves if len(losses := c[np.isfinite(c[:, 1]), 1]))
+            words.append(f"▲ up to {highest:.2g}")
+        broken = [curve[~np.isfinite(curve[:, 1]), 0] for curve in curves]
+        if firsts := [steps[0] for steps in broken if len(steps)]:
+            words.append(f"✕ not finite from step {min(firsts):g}")
+        return ", ".join(words)
+
     def figure(self) -> Figure:
         """Each rank's own loss, faint, and its running mean, strong: after an all-reduce only the batches differ."""
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         xlabel, column = ("step", 0) if self.by == "step" else ("seconds since the run began", 2)
         axes = figure.add_subplot(xlabel=xlabel, ylabel="loss of the rank's own batch")
-        for number, (name, curve) in enumerate(self.lines()):
-            points = curve.T
-            colour = "#404040" if name == "mean" else COLOURS[number % len(COLOURS)]
-            if name != "mean":
-                axes.plot(points[column], points[1], color=colour, alpha=0.25, linewidth=0.8)
-            axes.plot(points[column], _running_mean(points[1]), color=colour, linewidth=1.6, label=name)
+        lines, lost, top = self.lines(), self.lost(), self.top() or np.inf
+        crowd = len(self.runs) == 1 and len(self.losses) > _NAMED
+        for number, ((name, curve), place) in enumerate(zip(lines, self._colours([n for n, _ in lines]), strict=True)):
+            x, losses = curve[:, column], np.where(np.isfinite(curve[:, 1]), curve[:, 1], np.nan)
+            colour = "#404040" if place < 0 else COLOURS[place % len(COLOURS)]
+            label = f"{len(self.losses)} ranks" if crowd and number == 0 else "" if crowd and place >= 0 else name
+            if place >= 0:
+                axes.plot(x, losses, color=colour, alpha=0.4, linewidth=1)
+            axes.plot(
+                x, _running_mean(losses, top), color=colour, linewidth=1 if crowd and place >= 0 else 1.8, label=label
+            )
+            if number in lost:
+                sign, end = lost[number]
+                look: dict[str, Any] = {
+                    "color": colour,
+                    "markersize": 9,
+                    "markeredgecolor": "white",
+                    "clip_on": False,
+                    "zorder": 5,
+                }
+                axes.plot(end[column], 1, "^" if sign == "▲" else "X", transform=axes.get_xaxis_transform(), **look)
         if not self.empty:
             axes.legend(ncols=2, frameon=False)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(bottom=0, top=self.top())
+            axes.set_title(self.note(), fontsize=10, loc="right")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         return figure
@@ -104,14 +165,17 @@ class LossCurves(View):
         several, alone = len(self.runs) > 1, len(self.losses) == 1
         longest = max((len(curve) for ranks in self.runs.values() for curve in ranks.values()), default=0)
         every = longest // _POINTS + 1
+        lines, lost = self.lines(every, "step"), self.lost()
+        colours = self._colours([name for name, _ in lines])
         curves = []
-        for number, ((name, by_step), (_, by_time)) in enumerate(
-            zip(self.lines(every, "step"), self.lines(every, "time"), strict=True)
-        ):
-            mean = several or name == "mean"
-            curve = {"name": name, "colour": -1 if name == "mean" else number, "strong": mean or alone}
+        for number, ((name, by_step), (_, by_time)) in enumerate(zip(lines, self.lines(every, "time"), strict=True)):
+            mean = several or colours[number] < 0
+            curve: dict[str, Any] = {"name": name, "colour": colours[number], "strong": mean or alone}
+            if number in lost:
+                sign, (step, _, time) = lost[number]
+                curve["lost"] = {"sign": sign, "step": step, "time": time}
             curves.append(curve | _columns(by_step) | ({"timely": _columns(by_time)} if mean else {}))
-        return {"curves": curves, "by": self.by}
+        return {"curves": curves, "by": self.by, "top": self.top(), "note": self.note(), "named": _NAMED}
 
     @property
     def alt(self) -> str:
@@ -124,16 +188,17 @@ class LossCurves(View):
             last = {f"rank {rank}": [curve[-1, 1]] for rank, curve in sorted(self.losses.items())}
         ends = ", ".join(f"{name} {sum(losses) / len(losses):.2f}" for name, losses in list(last.items())[:8])
         count = f"{len(runs)} runs" if len(runs) > 1 else f"{len(self.losses)} ranks"
-        return f"Loss by {self.by} of {count}; the last losses are {ends}."
+        return f"Loss by {self.by} of {count}; the last losses are {ends}." + f" {self.note()}." * bool(self.note())
 
     def __str__(self) -> str:
         if self.empty:
             return "no rank has logged a loss yet"
         width = max(len(name) for name, _ in self.lines()) + 2
-        return "\n".join(
-            f"{name:<{width}} {len(curve):>5} steps   {curve[0][1]:.3f} → {curve[-1][1]:.3f}  {_spark(curve)}"
+        lines = [
+            f"{name:<{width}} {len(curve):>5} steps   {_short(curve[0][1])} → {_short(curve[-1][1])}  {_spark(curve)}"
             for name, curve in self.lines()
-        )
+        ]
+        return "\n".join([*lines, *filter(None, [self.note()])])
 
 
 def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
@@ -168,17 +233,31 @@ def _places(length: int, every: int) -> np.ndarray:
     return np.append(np.arange(0, length - 1, every), length - 1) if length else np.arange(0)
 
 
-def _running_mean(values: Column) -> Column:
-    """The mean around each point, as far to the left as to the right: a mean of the last values would lag behind."""
-    places, last = np.arange(len(values)), len(values) - 1
+def _running_mean(values: Column, top: float = np.inf) -> Column:
+    """The mean around each point, as far to the left as to the right: a mean of the last values would lag behind.
+
+    Of those up to `top`; what is above it, or not finite, stays as it is and does not lift its neighbours.
+    """
+    values, (places, last) = np.asarray(values), (np.arange(len(values)), len(values) - 1)
     reach = np.minimum(min(_SMOOTH, len(values) // 20), np.minimum(places, last - places))
-    sums = np.append(0.0, np.cumsum(values))
-    return (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
+    calm = values <= top
+    totals, counts = np.zeros(len(values)), np.zeros(len(values))
+    for shift in range(-_SMOOTH, _SMOOTH + 1):
+        near = places[abs(shift) <= reach]
+        near = near[calm[near + shift]]
+        totals[near] += values[near + shift]
+        counts[near] += 1
+    return np.where(calm, totals / np.maximum(counts, 1), values)
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.3f}" if abs(loss) < 1e5 else f"{loss:.3g}"
 
 
 def _spark(curve: Curve) -> str:
-    """A curve in block characters."""
-    count = min(_WIDTH, len(curve))
-    picked = [float(curve[index * len(curve) // count, 1]) for index in range(count)]
-    low, high = min(picked), max(picked)
-    return "".join(_BARS[int((value - low) / (high - low or 1.0) * (len(_BARS) - 1))] for value in picked)
+    """A curve in block characters; `✕` where it is not finite."""
+    picked = curve[np.arange(count := min(_WIDTH, len(curve))) * len(curve) // count, 1]
+    finite = np.isfinite(picked)
+    low, high = (picked[finite].min(), picked[finite].max()) if finite.any() else (0.0, 0.0)
+    heights = np.where(finite, picked - low, 0.0) / (high - low or 1.0) * (len(_BARS) - 1)
+    return "".join(_BARS[int(height)] if shown else "✕" for height, shown in zip(heights, finite, strict=True))

@@ -102,6 +102,11 @@ class Panel:
         return [part for view in self.shown for part in view.parts]
 
     @property
+    def live_parts(self) -> list[Part]:
+        """The same while it goes on: views that nearly every run fills keep their place until their events come."""
+        return [part for view in self.views if view.awaited or not view.empty for part in view.parts]
+
+    @property
     def title(self) -> str:
         """`train: running`, and whether the controls act now."""
         waits = not self.run.done and self.run.controls_wait
@@ -178,7 +183,7 @@ class Live:
     def __init__(self, panel: Panel, handle: DisplayHandle) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._screen = Screen()
+        self._screen = Screen(panel.live_parts)
         self._title = widgets.Label(panel.title)
         self._controls = panel.controls(panel.run, self._wishes.put)
         self._sentence = widgets.Label(layout={"display": "none"}, style={"text_color": "var(--jp-error-color1, red)"})
@@ -205,7 +210,7 @@ class Live:
             if asked or done or time.monotonic() >= due:
                 self.panel.take_in()
                 self._title.value = self.panel.title
-                self._screen.show(self.panel.parts, last=done)
+                self._screen.show(self.panel.live_parts, last=done)
                 spent, drawn = time.thread_time() - drawn, time.thread_time()
                 due = time.monotonic() + min(LONGEST, spent / MOST) - PERIOD / 2
 

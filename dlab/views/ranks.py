@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from textwrap import fill
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -25,6 +26,8 @@ LOOKS = {
     "failed": ("#D55E00", "✗"),
     "dead": ("#D55E00", "✗"),
 }
+_COLUMN = 8  # ranks below each other; more of them stand in three columns
+_LETTERS, _SHORT = 88, 26  # in a line, and in one of three columns
 
 
 class Ranks(View):
@@ -35,7 +38,7 @@ class Ranks(View):
     rank 0   waiting for rank 2   step 41
     """
 
-    script, title = "ranks", "Workers"
+    script, title, awaited = "ranks", "Workers", True
 
     def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
@@ -88,19 +91,30 @@ class Ranks(View):
         return rows
 
     def figure(self) -> Figure:
-        """A coloured box per rank."""
+        """A coloured box per rank, side by side if there are many; a long sentence is folded, in lines of its own."""
         rows = self.rows()
-        lines = max(1, len(rows)) + bool(self.hang)
+        across = 1 if len(rows) <= _COLUMN else 3
+        cells, x, y = [], 0, 0.0  # column, line, and what stands there
+        for rank, state, words, step in rows:
+            text = fill(f"{LOOKS[state][1]} {words}{_at(step)}", _LETTERS)
+            if across > 1 and len(text) > _SHORT and x:
+                x, y = 0, y + 1
+            cells.append((x, y, rank, state, text))
+            x = x + 1 if len(text) <= _SHORT and x + 1 < across else 0
+            y += 0 if x else 1 + 0.62 * text.count("\n")  # folded lines stand closer than boxes
+        hang = fill(self.hang, _LETTERS)
+        under = y + bool(x)  # all of them
+        lines = max(1, under + bool(hang) + 0.62 * hang.count("\n"))
         figure = Figure(figsize=(7, 0.34 * lines + 0.1))
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(lines, 0))
         axes.set_axis_off()
-        for line, (rank, state, words, step) in enumerate(rows):
-            colour, sign = LOOKS[state]
-            box = FancyBboxPatch((0.02, line + 0.2), 0.09, 0.6, "round,pad=0,rounding_size=0.01", color=colour)
-            axes.add_patch(box)
-            axes.text(0.065, line + 0.5, self.name(rank), ha="center", va="center", color="white")
-            axes.text(0.13, line + 0.5, f"{sign} {words}" + _at(step), va="center")
-        axes.text(0.02, len(rows) + 0.5, self.hang, va="center", color=LOOKS["failed"][0])
+        for column, line, rank, state, text in cells:
+            left = 0.02 + column / across
+            rounded = "round,pad=0,rounding_size=0.01"
+            axes.add_patch(FancyBboxPatch((left, line + 0.2), 0.09, 0.6, rounded, color=LOOKS[state][0]))
+            axes.text(left + 0.045, line + 0.5, self.name(rank), ha="center", va="center", color="white", fontsize=9)
+            axes.text(left + 0.105, line + 0.28, text, va="top", fontsize=9, linespacing=1.6)
+        axes.text(0.02, under + 0.28, hang, va="top", fontsize=9, linespacing=1.6, color=LOOKS["failed"][0])
         return figure
 
     def data(self) -> dict[str, Any]:

@@ -7,18 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import anywidget
+import traitlets
 
 from dlab.views.page import Part, pack, scripts, styles
 
 
 class Screen(anywidget.AnyWidget):
-    """`show(parts)` sends one binary message to every page that has it; a page that opens later waits for the next."""
+    """`show(parts)` sends one binary message to every page that has it; a page that opens later waits for the next.
+
+    What it is made with is in the widget itself: a page has it at once, and the panel its height from the start.
+    """
 
     _esm = f"{scripts()}\nexport default {{ initialize, render }};"
     _css = styles()
+    first = traitlets.Dict().tag(sync=True)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, parts: Sequence[Part] = ()) -> None:
+        text, buffers = pack(parts)
+        super().__init__(first={"text": text, "buffers": buffers})
         self._pages: list[str] = []  # that have told their name, in this order
         self._seen = threading.Event()  # the first of them has got the last frame
         self.on_msg(self._on_message)

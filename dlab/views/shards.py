@@ -26,7 +26,7 @@ _TEXT_LABELS = 20
 _RANKS = 32  # rows of a set of shards, and of a tensor in the terminal
 _TENSORS = 12  # of which slices are drawn
 _BARS = "▁▂▃▄▅▆▇█"
-_INK, _BAR = "#202020", "#0072B2"
+_INK = "#202020"
 
 Slice = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 
@@ -153,6 +153,7 @@ class ShardTable(View):
             parts = [
                 {
                     "ranks": ranks,
+                    "words": _few(ranks),
                     "time": min(tensor.slices[rank][0] for rank in ranks),
                     "rows": [0, 1] if down is None else piece[down],
                     "columns": [0, 1] if right is None else piece[right],
@@ -251,16 +252,21 @@ def _name(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+def _few(ranks: list[int]) -> str:
+    """`0, 1, 2`, or where there is no room for all of them, `0 … 63`."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]}"
+
+
 def _draw_shards(axes: Axes, name: str, ranks: dict[int, Shard]) -> None:
     """A row per rank, a bar per label, one scale for all of them."""
     top = max((max(shard.histogram, default=0) for shard in ranks.values()), default=0) or 1
     widest = max(ranks.values(), key=lambda shard: len(shard.histogram))
     drawn = len(widest.histogram) <= _LABELS
-    for place, shard in enumerate(ranks.values()):
+    for place, (rank, shard) in enumerate(ranks.items()):
         axes.axhline(place + 0.4, color="#C0C0C0", linewidth=0.8, zorder=0)
         if drawn:
             heights = [-0.8 * count / top for count in shard.histogram]
-            axes.bar(range(len(heights)), heights, 0.8, bottom=place + 0.4, color=_BAR)
+            axes.bar(range(len(heights)), heights, 0.8, bottom=place + 0.4, color=COLOURS[rank % len(COLOURS)])
     axes.set(ylim=(len(ranks) - 0.5, -0.6), title=f"samples of {name}")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     right = axes.secondary_yaxis("right")
@@ -285,13 +291,12 @@ def _height(tensor: Tensor) -> float:
 def _draw_tensor(axes: Axes, tensor: Tensor) -> None:
     """The rectangle of the tensor; every slice has a colour and the numbers of the ranks that hold it."""
     down, right = tensor.sides()
-    for number, (piece, ranks) in enumerate(tensor.parts()):
+    for piece, ranks in tensor.parts():
         top, bottom = (0, 1) if down is None else piece[down]
         start, stop = (0, 1) if right is None else piece[right]
-        box: dict[str, Any] = {"facecolor": COLOURS[number % len(COLOURS)], "edgecolor": "white", "linewidth": 1.5}
+        box: dict[str, Any] = {"facecolor": COLOURS[ranks[0] % len(COLOURS)], "edgecolor": "white", "linewidth": 1.5}
         axes.add_patch(Rectangle((start, top), stop - start, bottom - top, alpha=0.45, **box))
-        words = ", ".join(map(str, ranks))
-        axes.text((start + stop) / 2, (top + bottom) / 2, words, ha="center", va="center", color=_INK)
+        axes.text((start + stop) / 2, (top + bottom) / 2, _few(ranks), ha="center", va="center", color=_INK)
     for axis, side in ((axes.yaxis, down), (axes.xaxis, right)):
         size = 1 if side is None else tensor.shape[side]
         cuts = {edge for piece, _ in tensor.parts() for edge in piece[side]} if side is not None else set()

@@ -20,9 +20,10 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Row(NamedTuple):
-    """The updates of one rank, or of all: how many of each staleness."""
+    """The updates of one rank, or of all (-1): how many of each staleness."""
 
     name: str
+    rank: int
     counts: Counter[int]
 
     @property
@@ -67,9 +68,9 @@ class Staleness(View):
 
     def rows(self) -> list[Row]:
         """A row for each of the first ranks, and one for all together."""
-        rows = [Row(f"rank {rank}", counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
+        rows = [Row(f"rank {rank}", rank, counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
         if len(self.counts) > 1:
-            rows.append(Row("all", sum(self.counts.values(), Counter())))
+            rows.append(Row("all", -1, sum(self.counts.values(), Counter())))
         return rows
 
     def bars(self) -> tuple[int, np.ndarray]:
@@ -93,9 +94,9 @@ class Staleness(View):
         grid = figure.subplots(len(rows), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         starts = np.arange(shares.shape[1]) * width
         for axes, row, heights in zip(grid, rows, shares, strict=True):
-            colour = "#404040" if row.name == "all" else COLOURS[0]
+            colour = "#808080" if row.rank < 0 else COLOURS[row.rank % len(COLOURS)]
             axes.bar(starts + (width - 1) / 2, heights, width=0.9 * width, color=colour)
-            axes.axvline(row.mean, color=COLOURS[1], linewidth=1.6)
+            axes.axvline(row.mean, color="black", linewidth=1.6)
             axes.set_ylabel(row.name, rotation=0, ha="right", va="center")
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             axes.yaxis.set_major_locator(MaxNLocator(2))
@@ -103,17 +104,24 @@ class Staleness(View):
             axes.text(1.01, 0.5, f"{row.updates} updates\nmean {row.mean:.1f}", transform=axes.transAxes, va="center")
         grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
         grid[-1].set_xlabel(label)
-        figure.suptitle("share of the updates; the line is the mean", fontsize=10)
+        more = f"; {_SHOWN} of {len(self.counts)} ranks" if len(self.counts) > _SHOWN else ""
+        figure.suptitle(f"share of the updates; the line is the mean{more}", fontsize=10)
         return figure
 
     def data(self) -> dict[str, Any]:
         """The bars."""
         width, shares = self.bars()
         rows = [
-            {"name": row.name, "updates": row.updates, "mean": row.mean, "shares": heights.astype(np.float32)}
+            {
+                "name": row.name,
+                "rank": row.rank,
+                "updates": row.updates,
+                "mean": row.mean,
+                "shares": heights.astype(np.float32),
+            }
             for row, heights in zip(self.rows(), shares, strict=True)
         ]
-        return {"width": width, "rows": rows}
+        return {"width": width, "rows": rows, "ranks": len(self.counts)}
 
     @property
     def alt(self) -> str:

@@ -16,6 +16,7 @@ _POINTS = 400  # of a line, at most; a screen has no more columns for it
 _SHOWN = 12  # ranks with a line of their own
 _DASHES = ("solid", "dashed", "dotted", "dashdot")  # ranks that keep step lie on each other: gaps let all be seen
 _BARS = "▁▂▃▄▅▆▇█"
+_SPIKE = 1.5  # times what comes after it: then the start goes out of the picture
 
 Rates = np.ndarray[Any, np.dtype[np.float64]]  # per moment; NaN where a rank has not finished two steps yet
 
@@ -30,7 +31,7 @@ class Throughput(View):
     rank 0    4012 samples/s   mean 3987   ▆▇▇▇█▇▇▇
     """
 
-    script, title = "throughput", "Throughput"
+    script, title, awaited = "throughput", "Throughput", True
 
     def __init__(self, events: Iterable[Event] = (), window: float = 1.0) -> None:
         if not window > 0:
@@ -82,8 +83,23 @@ class Throughput(View):
         seconds = np.where(moments > ends[0], moments - since, np.nan)
         return (np.interp(moments, ends, done) - np.interp(since, ends, done)) / seconds
 
+    def top(self) -> tuple[float, float | None]:
+        """The highest rate that is drawn, and the peak of the start if that is higher.
+
+        In the first moments few steps are divided by a short time: such a peak says little, and all else would lie
+        flat below it.
+        """
+        moments, lines = self.lines()
+        rates = np.nan_to_num(np.array([rates for _, rates in lines]).reshape(len(lines), len(moments)))
+        begun = moments[0] if len(moments) else 0.0
+        settled = moments >= begun + min(self.window, (self._end - begun) / 2)
+        late, highest = (float(np.max(each, initial=0.0)) for each in (rates[:, settled], rates))
+        return (late, highest) if 0 < _SPIKE * late < highest else (highest, None)
+
     def lines(self) -> tuple[Rates, list[tuple[str, Rates]]]:
         """What is drawn: moments and (name, rates), of the first ranks and of all together."""
+        if self.empty:
+            return np.zeros(0), []
         if self._lines is None:
             moments, ranks = self.rates()
             lines = [(f"rank {rank}", rates) for rank, rates in list(ranks.items())[:_SHOWN]]
@@ -95,27 +111,43 @@ class Throughput(View):
     def figure(self) -> Figure:
         """A line per rank, told apart by colour and dashes, and a strong one for all."""
         figure = Figure(figsize=(7, 3.2), layout="constrained")
-        moments, lines = self.lines() if not self.empty else (np.zeros(0), [])
-        thousands = _in_thousands(lines)
-        ylabel = f"{'thousand ' if thousands else ''}{self.unit} per second"
+        moments, lines = self.lines()
+        highest, _ = self.top()
+        unit, ylabel = (1000, f"thousand {self.unit} per second") if highest >= 5000 else (1, f"{self.unit} per second")
         axes = figure.add_subplot(xlabel="seconds since the run began", ylabel=ylabel)
-        for number, (name, rates) in enumerate(lines):
-            style = {"color": "#404040", "linewidth": 2.2} if name == "all" else _style(number)
-            axes.plot(moments, rates / 1000 if thousands else rates, label=name, **style)
+        for (name, rates), rank in zip(lines, self._ranks(), strict=True):
+            style = {"color": "#404040", "linewidth": 2.2} if rank < 0 else _style(rank)
+            axes.plot(moments, rates / unit, label=name, **style)
         if lines:
             handles, names = axes.get_legend_handles_labels()
             outside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "handlelength": 3.5}
             axes.legend(handles[::-1], names[::-1], frameon=False, **outside)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * highest / unit or None)
+        axes.set_title(self.note(), fontsize=10, loc="right")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         return figure
 
+    def note(self) -> str:
+        """What the picture does not show: a peak at the start, and ranks for which there is no room."""
+        _, peak = self.top()
+        words = [f"▲ {_number(peak)} in the first moment"] if peak is not None else []
+        return ", ".join([*words, *[f"{_SHOWN} of {len(self._steps)} ranks"] * (len(self._steps) > _SHOWN)])
+
+    def _ranks(self) -> list[int]:
+        """Whose each of the lines is; -1 for all together."""
+        ranks, count = sorted(self._steps)[:_SHOWN], len(self.lines()[1])
+        return [*ranks, -1][:count] if count > 1 else ranks[:count]
+
     def data(self) -> dict[str, Any]:
         """The moments once, and the rates of every line."""
         moments, lines = self.lines()
-        named = [{"name": name, "rates": rates.astype(np.float32)} for name, rates in lines]
-        return {"unit": self.unit, "time": moments.astype(np.float32), "lines": named}
+        named = [
+            {"name": name, "rank": rank, "rates": rates.astype(np.float32)}
+            for (name, rates), rank in zip(lines, self._ranks(), strict=True)
+        ]
+        told = {"unit": self.unit, "top": self.top()[0], "note": self.note()}
+        return {**told, "time": moments.astype(np.float32), "lines": named}
 
     @property
     def alt(self) -> str:
@@ -140,12 +172,8 @@ class Throughput(View):
         return "\n".join(text)
 
 
-def _style(number: int) -> dict[str, Any]:
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": _DASHES[number % len(_DASHES)], "linewidth": 1.6}
-
-
-def _in_thousands(lines: list[tuple[str, Rates]]) -> bool:
-    return max((float(np.nanmax(rates)) for _, rates in lines if not np.isnan(rates).all()), default=0.0) >= 5000
+def _style(rank: int) -> dict[str, Any]:
+    return {"color": COLOURS[rank % len(COLOURS)], "linestyle": _DASHES[rank % len(_DASHES)], "linewidth": 1.6}
 
 
 def _mean(rates: Rates) -> float:

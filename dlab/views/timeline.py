@@ -8,80 +8,49 @@ from textwrap import fill, shorten
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlab.events import Event
-from dlab.views.columns import Arrivals, Column, Table
+from dlab.views.columns import Arrivals, Column
+from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, State
 from dlab.views.still import View
 
 SECONDS, STEPS = 5.0, 30  # shown unless asked otherwise: whichever is less
-FEW = 5  # the last steps, from which it is told who is slow and who waits
 WAITS, SLOW = 0.3, 1.5  # more than this share of its time; at least so many times as long as others compute
 _SENT = 6000  # steps, and messages, that go to the browser, over all ranks; the latest of each
 _STATES = 50  # changes of state of a rank that go to the browser
-_LANES = 32  # ranks that are drawn
-_COMPUTE, _WAIT, _SEND, _TROUBLE, _QUIET = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#808080"
+_LANES = 64  # ranks that are drawn
+_ROOMY = 12  # of them, that have room for two lines of text
 
 
-class Lane:
-    """What is known of one rank. Times are in seconds since the first event."""
+class Shares(NamedTuple):
+    """Of a rank's time: the parts that add up to 1."""
 
-    def __init__(self) -> None:
-        self._steps, self._messages = Table(3), Table(3)
-        self.states: list[State] = []
-
-    @property
-    def steps(self) -> Column:
-        """A row per step: its end, the seconds it computed first, and those it waited then."""
-        return self._steps.rows
-
-    @property
-    def messages(self) -> Column:
-        """A row per message that it sent: start, end, destination."""
-        return self._messages.rows
-
-    @property
-    def state(self) -> str:
-        """The last that was told."""
-        return self.states[-1].state if self.states else "running"
-
-    def last(self) -> Column:
-        """The last few steps."""
-        return self.steps[-FEW:]
-
-    def since(self, moment: float) -> Column:
-        """The steps that ended after this moment."""
-        return (steps := self.steps)[np.flatnonzero(steps[:, 0] > moment)]
-
-
-class State(NamedTuple):
-    """What became of a rank, when and why."""
-
-    time: float
-    state: str
-    why: str
+    compute: float
+    wait: float
+    delay: float
 
 
 class Timeline(View):
     """A lane per rank, from what its steps tell (`dlab.log(step=…, compute=…, wait=…)`), messages and states.
 
-    Shows the last `seconds`; by default the last 5 s, or about the last 30 steps if they took less. A step ends when
-    it is logged: before that it waited, and before that it computed.
+    Shows the last `seconds` before the last step ended; by default 5 s, or about 30 steps if they took less, and more
+    if a rank was done long before the others: its last steps are shown, too. A step ends when it is logged: before
+    that it waited, before that it computed, and first of all it slept, if `run.delay` had asked for that.
 
     >>> Timeline(run.events)
-    rank 0  compute   5 %  wait  95 %  waits for rank 1
-    rank 1  compute  98 %  wait   2 %  slow
+    rank 0  compute   5 %  delay   0 %  wait  95 %  waits for rank 1
+    rank 1  compute   3 %  delay  95 %  wait   2 %  slow
     """
 
-    script, title = "timeline", "Timeline"
+    script, title, awaited = "timeline", "Timeline", True
 
     def __init__(self, events: Iterable[Event] = (), seconds: float | None = None) -> None:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: a timeline shows a number of seconds above 0")
         self._seconds = seconds
         self._begun: float | None = None
-        self._end = 0.0
+        self._told = 0.0  # the last event of any kind
         self._lanes: dict[int, Lane] = {}
         self._names: dict[int, str] = {}  # of those that are no ranks
         super().__init__(events)
@@ -92,12 +61,9 @@ class Timeline(View):
             return
         if self._begun is None:
             self._begun = arrived.first
-        ends = [self._end]
         for rank, logged in arrived.logged.items():
             if steps := logged.having("compute", "wait"):
-                moments = np.maximum(0.0, steps.times - self._begun)
-                self._lane(rank)._steps.extend(moments, steps.column("compute", 0.0), steps.column("wait", 0.0))
-                ends.append(float(moments.max()))
+                self._lane(rank).add_steps(steps, self._begun)
         sent: dict[int, list[tuple[float, float, int]]] = {}
         for time, rank, kind, data in arrived.others:
             if kind == "message":
@@ -105,15 +71,12 @@ class Timeline(View):
                 sent.setdefault(data["source"], []).append((start, end, data["destination"]))
             elif kind == "state":
                 moment = max(0.0, time - self._begun)
+                self._told = max(self._told, moment)
                 if "name" in data:
                     self._names[rank] = data["name"]
                 self._lane(rank).states.append(State(moment, data["state"], data.get("why", "")))
-            else:
-                continue
-            ends.append(time - self._begun)
         for source, messages in sent.items():
-            self._lane(source)._messages.extend(*np.array(messages).T)
-        self._end = max(ends)
+            self._lane(source).add_messages(messages)
 
     def _name(self, rank: int) -> str:
         return self._names.get(rank, f"rank {rank}")
@@ -126,7 +89,7 @@ class Timeline(View):
     @property
     def empty(self) -> bool:
         """Has no rank told of its steps or messages?"""
-        return not any(lane._steps or lane._messages for lane in self._lanes.values())
+        return all(lane.end is None for lane in self._lanes.values())
 
     @property
     def lanes(self) -> dict[int, Lane]:
@@ -138,30 +101,44 @@ class Timeline(View):
         """How many seconds are shown. A round number of them, so that a live picture keeps its scale."""
         if self._seconds is not None:
             return self._seconds
-        lasts = [lane.last() for lane in self._lanes.values() if lane._steps]
+        lasts = [lane.last() for lane in self._lanes.values() if len(lane.steps)]
         if not lasts:
-            return min(SECONDS, self._end or SECONDS)
+            return min(SECONDS, self.end or SECONDS)
         wanted = STEPS * median(float(last[:, 1:].sum(axis=1).mean()) for last in lasts)
         return next((size for size in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if size >= wanted), SECONDS)
 
-    def shares(self) -> dict[int, tuple[float, float]]:
-        """By rank the shares of computing and waiting in what is shown; of a silent rank, in its last steps."""
-        shares, first = {}, self._end - self.seconds
+    @property
+    def end(self) -> float:
+        """When the last step or message of any rank ended; if there is none, when the last state was told."""
+        return max((end for lane in self._lanes.values() if (end := lane.end) is not None), default=self._told)
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The first and the last moment that are shown: so many seconds, or as many as show every rank's last steps."""
+        first = self.end - self.seconds
+        if self._seconds is not None:
+            return first, self.end
+        done = [end for lane in self._lanes.values() if lane.alive and (end := lane.end) is not None and end <= first]
+        return min([first, *(end - self.seconds for end in done)]), self.end
+
+    def shares(self) -> dict[int, Shares]:
+        """By rank the shares of computing, waiting and delay in what is shown; of a silent rank, in its last steps."""
+        shares, (first, _) = {}, self.window
         for rank, lane in self.lanes.items():
             shown = lane.since(first)
-            compute, wait = (shown if len(shown) else lane.last())[:, 1:].sum(axis=0)
-            if compute + wait > 0:
-                shares[rank] = (float(compute / (compute + wait)), float(wait / (compute + wait)))
+            seconds = (shown if len(shown) else lane.last())[:, 1:].sum(axis=0)
+            if seconds.sum() > 0:
+                shares[rank] = Shares(*(seconds / seconds.sum()).tolist())
         return shares
 
     def _lately(self) -> dict[int, Column]:
-        """The last few steps of the ranks that still take part."""
-        alive = {rank: lane for rank, lane in self.lanes.items() if lane.state not in ("dead", "failed")}
-        return {rank: lane.last() for rank, lane in alive.items() if lane._steps}
+        """The last few steps of the ranks that take part: seconds for itself, computing or asleep, and of waiting."""
+        lasts = {rank: lane.last() for rank, lane in self.lanes.items() if lane.alive and len(lane.steps)}
+        return {rank: np.stack([last[:, 1] + last[:, 3], last[:, 2]], axis=1) for rank, last in lasts.items()}
 
     def slow(self) -> list[int]:
-        """Ranks that compute at least 1.5 times as long as the others do, in the median of their last few steps."""
-        computing = {rank: median(last[:, 1].tolist()) for rank, last in self._lately().items()}
+        """Ranks that compute or sleep at least 1.5 times as long as the others do, in the median of a few steps."""
+        computing = {rank: median(last[:, 0].tolist()) for rank, last in self._lately().items()}
         slow = []
         for rank, own in computing.items():
             others = [seconds for other, seconds in computing.items() if other != rank]
@@ -175,7 +152,7 @@ class Timeline(View):
         A rank that waits for more than 0.3 of its time waits for the one that waits least, if that one computes
         at least 1.5 times as long as itself; else all of them wait for the wire.
         """
-        sums = {rank: last[:, 1:].sum(axis=0) for rank, last in self._lately().items()}
+        sums = {rank: last.sum(axis=0) for rank, last in self._lately().items()}
         share = {rank: float(wait / (compute + wait or 1.0)) for rank, (compute, wait) in sums.items()}
         waiting = {}
         for rank, own in share.items():
@@ -193,37 +170,43 @@ class Timeline(View):
         for rank, lane in self.lanes.items():
             words = [f"waits for rank {waiting[rank]}"] if rank in waiting else ["slow"] if rank in slow else []
             if lane.state not in ("running", "returned"):
-                words.append(_words(lane.states[-1]))
+                words.append(str(lane.states[-1]))
             notes[rank] = ", ".join(words)
         return notes
 
     def figure(self) -> Figure:
-        """A lane per rank: computing is plain, waiting hatched, messages lie as thin bars on it."""
+        """A lane per rank: computing is plain, waiting hatched, delay dotted; messages lie as thin bars below."""
         lanes = dict(list(self.lanes.items())[:_LANES])
-        figure = Figure(figsize=(7, 0.9 + 0.5 * max(len(lanes), 2)), layout="constrained")
+        roomy = len(lanes) <= _ROOMY
+        figure = Figure(figsize=(7, 0.9 + (0.5 if roomy else 0.2) * max(len(lanes), 2)), layout="constrained")
         axes = figure.add_subplot(xlabel="seconds since the run began")
-        first = self._end - self.seconds
-        axes.set(xlim=(max(0.0, first), max(self._end, 1e-6)), ylim=(max(len(lanes), 1) - 0.5, -0.5))
+        first, last = self.window
+        axes.set(xlim=(max(0.0, first), max(last, 1e-6)), ylim=(max(len(lanes), 1) - 0.5, -0.5))
         shares, notes = self.shares(), self.notes()
         for place, lane in enumerate(lanes.values()):
-            _draw_steps(axes, place, lane.since(first))
-            sent = lane.messages[lane.messages[:, 1] > first]
-            axes.broken_barh(_spans(sent[:, 0], sent[:, 1]), (place + 0.12, 0.24), color=_SEND, linewidth=0)
-            _draw_states(axes, place, lane.states, self._end)
-        names = [self._name(rank) + (f"\nwait {_percent(shares[rank][1])}" if rank in shares else "") for rank in lanes]
-        axes.set_yticks(range(len(lanes)), names)
+            lane.draw(axes, place, first, last)
+        waits = {rank: f"wait {_percent(shares[rank].wait)}" for rank in lanes if rank in shares}
+        gap = "\n" if roomy else "  "
+        names = [gap.join(filter(None, [self._name(rank), waits.get(rank)])) for rank in lanes]
+        size = "medium" if roomy else "x-small"
+        axes.set_yticks(range(len(lanes)), names, fontsize=size)
         axes.tick_params(axis="y", length=0)
         right = axes.secondary_yaxis("right")
-        right.set_yticks(range(len(lanes)), [fill(shorten(notes[rank], 40, placeholder=" …"), 20) for rank in lanes])
+        said = [shorten(notes[rank], 40 if roomy else 30, placeholder=" …") for rank in lanes]
+        right.set_yticks(range(len(lanes)), [fill(words, 20) if roomy else words for words in said], fontsize=size)
         right.tick_params(length=0)
         right.spines["right"].set_visible(False)
         axes.spines[["top", "right", "left"]].set_visible(False)
+        if len(self._lanes) > _LANES:
+            axes.set_title(f"the first {_LANES} of {len(self._lanes)} ranks", fontsize=10)
         if not self.empty:
-            axes.broken_barh([], (0, 0), color=_COMPUTE, label="compute")
-            axes.broken_barh([], (0, 0), label="wait", **_HATCHED)
-            if any(lane._messages for lane in lanes.values()):
-                axes.broken_barh([], (0, 0), color=_SEND, label="send")
-            figure.legend(loc="outside upper center", ncols=3, frameon=False, handlelength=2.5)
+            axes.broken_barh([], (0, 0), color=LOOK["compute"], label="compute")
+            axes.broken_barh([], (0, 0), label="wait", **HATCHED)
+            if any(share.delay for share in shares.values()):
+                axes.broken_barh([], (0, 0), label="delay", **DOTTED)
+            if any(len(lane.messages) for lane in lanes.values()):
+                axes.broken_barh([], (0, 0), color=LOOK["send"], label="send")
+            figure.legend(loc="outside upper center", ncols=4, frameon=False, handlelength=2.5)
         return figure
 
     def data(self) -> dict[str, Any]:
@@ -235,22 +218,22 @@ class Timeline(View):
                 "name": self._name(rank),
                 "steps": lane.steps[-keep:].astype(np.float32).ravel(),
                 "messages": lane.messages[-keep:].astype(np.float32).ravel(),
-                "states": [[state.time, state.state, _words(state)] for state in lane.states[-_STATES:]],
+                "states": [[state.time, state.state, str(state)] for state in lane.states[-_STATES:]],
                 "note": notes[rank],
+                "alive": lane.alive,
             }
             for rank, lane in shown
         ]
-        return {"end": self._end, "seconds": self.seconds, "lanes": lanes}
+        return {"end": self.end, "seconds": self.seconds, "lanes": lanes, "ranks": len(self._lanes)}
 
     @property
     def alt(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Timeline: no rank has told of its steps yet."
-        lines = str(self).splitlines()
-        return (
-            f"What each rank did in the last {self.seconds:g} s: " + "; ".join(" ".join(s.split()) for s in lines) + "."
-        )
+        lines = "; ".join(" ".join(line.split()) for line in str(self).splitlines())
+        first, last = self.window
+        return f"What each rank did in the last {last - max(0.0, first):.3g} s: {lines}."
 
     def __str__(self) -> str:
         if self.empty:
@@ -258,48 +241,18 @@ class Timeline(View):
         shares, notes = self.shares(), self.notes()
         width = max(len(self._name(rank)) for rank in self._lanes)
         lines = []
+        delayed = any(share.delay for share in shares.values())
         for rank, lane in self.lanes.items():
             parts = [f"{self._name(rank):<{width}}"]
             if rank in shares:
-                parts += [f"compute {_percent(shares[rank][0]):>5}", f"wait {_percent(shares[rank][1]):>5}"]
-            if lane._messages:
-                count = len(lane.messages)
+                parts.append(f"compute {_percent(shares[rank].compute):>5}")
+                parts += [f"delay {_percent(shares[rank].delay):>5}"] * delayed
+                parts.append(f"wait {_percent(shares[rank].wait):>5}")
+            if count := len(lane.messages):
                 parts.append(f"{count} message" + "s" * (count > 1))
             lines.append("  ".join([*parts, notes[rank]]).rstrip())
         return "\n".join(lines)
 
 
-_HATCHED: dict[str, Any] = {"facecolor": "#FFF3D6", "edgecolor": _WAIT, "hatch": "/////", "linewidth": 0.0}
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _words(state: State) -> str:
-    separator = ": " if state.state in ("dead", "failed") else " "
-    return separator.join(filter(None, [state.state, state.why]))
-
-
-def _spans(starts: Column, ends: Column) -> list[tuple[float, float]]:
-    """(start, length) of each, as matplotlib wants them."""
-    return [(float(start), float(end - start)) for start, end in zip(starts, ends, strict=True)]
-
-
-def _draw_steps(axes: Axes, place: int, steps: Column) -> None:
-    ends, compute, wait = steps.T
-    axes.broken_barh(_spans(ends - wait, ends), (place - 0.36, 0.72), **_HATCHED)
-    axes.broken_barh(_spans(ends - wait - compute, ends - wait), (place - 0.36, 0.72), color=_COMPUTE, linewidth=0)
-    if len(steps) <= 3 * STEPS:
-        axes.vlines(ends, place - 0.36, place + 0.36, color="white", linewidth=1)
-
-
-def _draw_states(axes: Axes, place: int, states: list[State], end: float) -> None:
-    """A line below the lane while a rank is delayed or paused; a cross where it ended badly."""
-    ends = [*(state.time for state in states), end][1:]
-    for state, after in zip(states, ends, strict=True):
-        if state.state in ("delayed", "paused"):
-            colour = _TROUBLE if state.state == "delayed" else _QUIET
-            axes.hlines(place + 0.42, state.time, after, color=colour, linewidth=3)
-        elif state.state in ("dead", "failed"):
-            axes.plot(state.time, place, "X", color=_TROUBLE, markersize=11, markeredgecolor="white", clip_on=False)

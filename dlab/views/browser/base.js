@@ -48,8 +48,10 @@ class Picture {
     this.until = Infinity;
     this.drawn = 0;
     this.options = {};
-    this.view.controls?.(this, make("div", this.box, { className: "dlab-options" }));
-    new ResizeObserver(() => this.ask()).observe(this.box);
+    if (this.view.controls) this.view.controls(this, make("div", this.box, { className: "dlab-options" }));
+    // Drawn at once when it gets its width, before anybody sees a picture of the wrong height. What is observed has no
+    // height, so that drawing does not change it.
+    new ResizeObserver(() => this.data && this.draw()).observe(make("div", this.box, { className: "dlab-width" }));
   }
 
   set(part) {
@@ -68,7 +70,7 @@ class Picture {
   draw() {
     const width = this.box.clientWidth;
     if (!width) return; // not on the screen
-    const height = this.view.height?.(this.data, width) ?? 240;
+    const height = this.view.height?.(this.data, width) ?? (width > 600 ? 240 : 190);
     const scale = window.devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
       Object.assign(this.canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
@@ -103,13 +105,15 @@ class Board {
 function addReplay(parent, pictures, seconds = 8) {
   const bar = make("div", parent, { className: "dlab-replay" });
   const play = make("button", bar, { type: "button", textContent: "▶" });
-  const slider = make("input", bar, { type: "range", min: 0, max: 1000, value: 1000 });
-  const speed = make("select", bar);
+  const unit = pictures[0].view.clock === "own" ? "steps" : "time";
+  const label = make("label", bar, { textContent: `replay, position in ${unit} ` });
+  const slider = make("input", label, { type: "range", min: 0, max: 1000, value: 1000 });
+  const place = make("output", bar);
+  const speed = make("select", make("label", bar, { textContent: "speed " }));
   for (const factor of [0.25, 0.5, 1, 2, 4]) make("option", speed, { value: factor, textContent: `${factor}×` });
   speed.value = 1;
   play.setAttribute("aria-label", "play");
-  slider.setAttribute("aria-label", "position");
-  speed.setAttribute("aria-label", "speed");
+  slider.setAttribute("aria-label", `position in ${unit}`);
   let last = null;
   const move = () => {
     const share = slider.value / slider.max;
@@ -119,6 +123,13 @@ function addReplay(parent, pictures, seconds = 8) {
       picture.box.dataset.until = picture.until;
       picture.ask();
     }
+    tell();
+  };
+  const tell = () => { // how far it is, of how much
+    const ends = pictures.map((picture) => picture.view.extent(picture.data)[1]);
+    const now = (Math.max(...ends) * slider.value) / slider.max;
+    const digits = (value) => (unit === "time" ? `${value.toFixed(2)} s` : Math.ceil(value));
+    place.textContent = `${digits(now)} of ${digits(Math.max(...ends))}`;
   };
   const tick = (now) => {
     if (last === null) return;
@@ -138,12 +149,13 @@ function addReplay(parent, pictures, seconds = 8) {
   };
   slider.oninput = () => { stop(); move(); };
   slider.step = "any";
+  tell();
   return bar;
 }
 
-// Round numbers for an axis from low to high.
-function ticks(low, high, count = 5) {
-  const raw = (high - low) / count || 1;
+// Round numbers for an axis from low to high, at least so far apart.
+function ticks(low, high, count = 5, least = 0) {
+  const raw = Math.max((high - low) / count || 1, least);
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
   const found = [];
@@ -153,10 +165,53 @@ function ticks(low, high, count = 5) {
 
 const short = (value) => Number(value.toPrecision(3)).toLocaleString("en", { notation: "compact", maximumFractionDigits: 6 });
 
+// Text is measured here before there is a canvas to draw it on.
+const ruler = document.createElement("canvas").getContext("2d");
+
+function textWidth(text, font = "12px system-ui, sans-serif") {
+  ruler.font = font;
+  return ruler.measureText(text).width;
+}
+
+// Text in lines that are not wider than this, as many as are wanted; what is too much ends in an ellipsis.
+function fold(text, width, most = Infinity, font = undefined) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = lines[lines.length - 1] ? `${lines[lines.length - 1]} ${word}` : word;
+    if (textWidth(longer, font) <= width || !lines[lines.length - 1]) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  if (lines.length > most) {
+    lines.length = most;
+    lines[most - 1] += " …";
+  }
+  return lines.map((line) => {
+    while (line.length > 1 && textWidth(line, font) > width) line = `${line.slice(0, -2).trimEnd()}…`;
+    return line;
+  });
+}
+
+// Text around this place, moved to the side as far as it must be to stay on the picture, and folded if it is too long.
+function write(paint, text, middle, y, most = 2) {
+  const { context, width } = paint;
+  context.textAlign = "center";
+  fold(text, width - 4, most).forEach((line, place) => {
+    const half = textWidth(line, context.font) / 2;
+    context.fillText(line, Math.max(half + 2, Math.min(middle, width - half - 2)), y + 14 * place);
+  });
+}
+
+// In the place of a picture for which nothing has come yet.
+function writeNothing(paint) {
+  paint.context.fillStyle = paint.faint;
+  paint.context.textBaseline = "middle";
+  write(paint, paint.picture.canvas.getAttribute("aria-label"), paint.width / 2, paint.height / 2, 3);
+}
+
 // An empty chart with labelled axes; gives the functions that turn values into pixels.
-function axes(paint, { x, y, xlabel, ylabel }) {
+function axes(paint, { x, y, xlabel, ylabel, top = 10, whole = false }) {
   const { context, width, height } = paint;
-  const box = { left: 52, right: width - 10, top: 10, bottom: height - 36 };
+  const box = { left: 52, right: width - 10, top, bottom: height - 36 };
   const place = (value, [low, high], from, to) => from + ((value - low) / (high - low || 1)) * (to - from);
   const at = { x: (value) => place(value, x, box.left, box.right), y: (value) => place(value, y, box.bottom, box.top), box };
   context.strokeStyle = paint.line;
@@ -171,10 +226,9 @@ function axes(paint, { x, y, xlabel, ylabel }) {
     context.stroke();
     context.fillText(short(tick), box.left - 5, at.y(tick));
   }
-  context.textAlign = "center";
   context.textBaseline = "top";
-  for (const tick of ticks(...x)) context.fillText(short(tick), at.x(tick), box.bottom + 5);
-  context.fillText(xlabel, (box.left + box.right) / 2, box.bottom + 20);
+  for (const tick of ticks(...x, 5, whole ? 1 : 0)) write(paint, short(tick), at.x(tick), box.bottom + 5, 1);
+  write(paint, xlabel, (box.left + box.right) / 2, box.bottom + 20, 1);
   context.save();
   context.translate(11, (box.top + box.bottom) / 2);
   context.rotate(-Math.PI / 2);
@@ -184,24 +238,43 @@ function axes(paint, { x, y, xlabel, ylabel }) {
   return at;
 }
 
-// Names with their colours, in the lower left corner, which falling curves leave free.
+// Draw only inside the axes: what is above them is cut off.
+function inside(paint, { left, right, top, bottom }, draw) {
+  paint.context.save();
+  paint.context.beginPath();
+  paint.context.rect(left, top, right - left, bottom - top + 2);
+  paint.context.clip();
+  draw();
+  paint.context.restore();
+}
+
+// Names with their colours, in rows above the axes, where they hide nothing; gives where the axes may begin.
 function legend(paint, names) {
   const { context } = paint;
+  let [x, y] = [52, 9];
   context.textBaseline = "middle";
   context.textAlign = "left";
-  const width = Math.max(...names.map(([name]) => context.measureText(name).width));
-  context.globalAlpha = 0.8;
-  context.fillStyle = paint.ground;
-  const [left, top] = [60, paint.height - 44 - 15 * names.length];
-  context.fillRect(left - 4, top - 8, width + 30, 15 * names.length + 4);
-  context.globalAlpha = 1;
-  names.forEach(([name, colour], line) => {
-    const [x, y] = [left, top + 15 * line];
+  for (const [name, colour] of names) {
+    const [shown] = fold(name, paint.width - 100, 1);
+    const wide = textWidth(shown) + 34;
+    if (x > 52 && x + wide > paint.width) [x, y] = [52, y + 15];
     context.fillStyle = colour;
     context.fillRect(x, y - 1.5, 16, 3);
     context.fillStyle = paint.text;
-    context.fillText(name, x + 21, y);
-  });
+    context.fillText(shown, x + 21, y);
+    x += wide;
+  }
+  return y + 14;
+}
+
+// What the picture itself does not show, in a row of its own above the axes; gives where these may begin.
+function writeNote(paint, text, top) {
+  if (!text) return top;
+  paint.context.fillStyle = paint.text;
+  paint.context.textBaseline = "top";
+  paint.context.textAlign = "left";
+  paint.context.fillText(fold(text, paint.width - 56, 1)[0], 52, top - 6);
+  return top + 14;
 }
 
 // In a notebook: a widget to which the kernel sends a frame several times a second. Only the latest is drawn.
@@ -209,6 +282,7 @@ function render({ model, el }) {
   const board = new Board(el);
   el.classList.add("dlab");
   const show = (message, buffers) => board.set(unpack(message.text, buffers));
+  show(model.get("first"), model.get("first").buffers); // so that its place is taken before the next frame comes
   model.on("msg:custom", show);
   return () => model.off("msg:custom", show);
 }

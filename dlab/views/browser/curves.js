@@ -15,28 +15,47 @@ views.curves = {
   },
 
   draw(paint, data, until) {
+    const { context } = paint;
     const by = paint.picture.options.by ?? data.by;
     paint.picture.options.buttons.forEach((button) => button.setAttribute("aria-pressed", button.textContent === `by ${by}`));
+    if (!data.curves.length) return writeNothing(paint);
     const shown = data.curves.map((curve) => {
       const points = (by === "time" && curve.timely) || curve; // means are others by time
       let count = points.time.findIndex((moment) => moment > until);
       if (count < 0) count = points.time.length;
-      return { ...curve, ...points, count, x: points[by] };
+      const colour = curve.colour < 0 ? paint.text : COLOURS[curve.colour % COLOURS.length];
+      return { ...curve, ...points, count, colour, rank: curve.colour >= 0, x: points[by] };
     });
     const last = Math.max(1e-9, ...shown.map((curve) => (curve.count ? curve.x[curve.count - 1] : 0)));
-    const highest = Math.max(1e-9, ...shown.map((curve) => curve.loss.slice(0, curve.count).reduce((a, b) => Math.max(a, b), 0)));
+    const finite = (most, loss) => (loss > most && loss < Infinity ? loss : most);
+    const highest = Math.max(1e-9, ...shown.map((curve) => curve.loss.slice(0, curve.count).reduce(finite, 0)));
+    const named = shown.map((curve) => [curve.name, curve.colour]);
+    const crowd = shown.filter((curve) => !curve.strong).length > data.named;
+    if (crowd) named.splice(0, named.length - 1, [`${named.length - 1} ranks`, shown[0].colour]);
     const at = axes(paint, {
-      x: [0, last], y: [0, highest * 1.05], xlabel: by === "step" ? "step" : "seconds", ylabel: "loss",
+      x: [0, last], y: [0, Math.min(data.top ?? Infinity, highest * 1.05)], whole: by === "step",
+      xlabel: by === "step" ? "step" : "seconds", ylabel: "loss", top: writeNote(paint, data.note, legend(paint, named)),
     });
-    for (const curve of shown) {
-      paint.context.globalAlpha = curve.strong ? 1 : 0.35;
-      paint.context.lineWidth = curve.strong ? 2 : 1;
-      paint.context.strokeStyle = curve.colour < 0 ? paint.text : COLOURS[curve.colour % COLOURS.length];
-      paint.context.beginPath();
-      for (let point = 0; point < curve.count; point++) paint.context.lineTo(at.x(curve.x[point]), at.y(curve.loss[point]));
-      paint.context.stroke();
+    inside(paint, at.box, () => shown.forEach((curve) => this.line(context, curve, at)));
+    for (const { lost, colour } of shown) {
+      if (!lost || lost.time > until) continue;
+      context.fillStyle = colour;
+      context.textBaseline = "middle";
+      write(paint, lost.sign, at.x(lost[by]), at.box.top + 5, 1);
     }
-    paint.context.globalAlpha = 1;
-    legend(paint, shown.map((curve) => [curve.name, curve.colour < 0 ? paint.text : COLOURS[curve.colour % COLOURS.length]]));
+  },
+
+  line(context, curve, at) {
+    context.globalAlpha = curve.strong ? 1 : 0.85;
+    context.lineWidth = curve.strong ? 2.2 : 1.4;
+    context.strokeStyle = curve.colour;
+    context.beginPath();
+    let begun = false; // a loss that is not finite leaves a gap
+    for (let point = 0; point < curve.count; point++) {
+      const there = Number.isFinite(curve.loss[point]);
+      if (there) context[begun ? "lineTo" : "moveTo"](at.x(curve.x[point]), at.y(curve.loss[point]));
+      begun = there;
+    }
+    context.stroke();
   },
 };

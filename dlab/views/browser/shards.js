@@ -51,7 +51,7 @@ views.shards = {
       if (row.time > until) return; // not told yet
       context.fillStyle = paint.text;
       context.fillText(`${row.samples} samples`, right + 8, base - 10);
-      context.fillStyle = COLOURS[0];
+      context.fillStyle = COLOURS[row.rank % COLOURS.length];
       row.histogram.forEach((count, label) => {
         const tall = (26 * count) / highest;
         context.fillRect(left + step * (label + 0.1), base - tall, step * 0.8, tall);
@@ -79,16 +79,16 @@ views.shards = {
     context.textAlign = "left";
     context.fillStyle = paint.text;
     context.fillText(`${tensor.name}: ranks`, box.left, place.top + 12);
-    tensor.parts.forEach((part, number) => {
+    tensor.parts.forEach((part) => {
       if (part.time > until) return;
       const [[a, b], [c, d]] = [part.columns, part.rows];
       context.globalAlpha = 0.45;
-      context.fillStyle = COLOURS[number % COLOURS.length];
+      context.fillStyle = COLOURS[part.ranks[0] % COLOURS.length];
       context.fillRect(x(a) + 1, y(c) + 1, x(b) - x(a) - 2, y(d) - y(c) - 2);
       context.globalAlpha = 1;
       context.fillStyle = paint.text;
       context.textAlign = "center";
-      context.fillText(part.ranks.join(", "), (x(a) + x(b)) / 2, (y(c) + y(d)) / 2, x(b) - x(a) - 4);
+      context.fillText(fold(part.words, x(b) - x(a) - 4, 1)[0], (x(a) + x(b)) / 2, (y(c) + y(d)) / 2);
     });
     context.strokeStyle = paint.faint;
     context.strokeRect(box.left, box.top, box.right - box.left, box.bottom - box.top);

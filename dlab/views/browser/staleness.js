@@ -1,8 +1,14 @@
 // Staleness: a row of bars per rank, the shares of its updates, and a line at their mean.
 
+const MEANING = "staleness: updates that the gradient's weights did not have";
+
 views.staleness = {
   clock: "none",
-  height: (data) => 46 + 48 * data.rows.length,
+
+  height(data, width) {
+    const more = data.ranks > data.rows.filter((row) => row.rank >= 0).length;
+    return 46 + 48 * data.rows.length + 14 * (fold(MEANING, width - 4).length - (more ? 0 : 1));
+  },
 
   draw(paint, data) {
     const { context } = paint;
@@ -20,13 +26,13 @@ views.staleness = {
       context.fillText(`mean ${row.mean.toFixed(1)}`, right + 8, base - tall / 2 + 7);
       context.fillStyle = paint.line;
       context.fillRect(left, base, right - left, 1);
-      context.fillStyle = row.name === "all" ? paint.faint : COLOURS[0];
+      context.fillStyle = row.rank < 0 ? paint.faint : COLOURS[row.rank % COLOURS.length];
       const step = (right - left) / bars;
       row.shares.forEach((share, bar) => {
         const height = (tall * share) / highest;
         context.fillRect(left + step * (bar + 0.05), base - height, step * 0.9, height);
       });
-      context.fillStyle = COLOURS[1];
+      context.fillStyle = paint.text;
       context.fillRect(x(row.mean) - 1, base - tall, 2, tall);
     });
     const under = 46 + 48 * (data.rows.length - 1) + 10;
@@ -35,8 +41,10 @@ views.staleness = {
     for (const tick of ticks(0, bars * data.width - 1, 8)) {
       if (Number.isInteger(tick)) context.fillText(tick, x(tick), under);
     }
-    context.fillText("staleness: updates that the gradient's weights did not have", (left + right) / 2, under + 16);
+    write(paint, MEANING, (left + right) / 2, under + 17);
     context.textAlign = "left";
     context.fillText(`tallest bar: ${Math.round(100 * highest)} %`, right + 8, under);
+    const shown = data.rows.filter((row) => row.rank >= 0).length;
+    if (data.ranks > shown) context.fillText(`${shown} of ${data.ranks} ranks`, right + 8, under + 17 + 14 * fold(MEANING, paint.width - 4).length);
   },
 };

@@ -1,0 +1,224 @@
+"""The pictures in a real browser: labels are whole and apart, lanes are not empty, and a panel fits into a window."""
+
+import io
+
+import numpy as np
+import pytest
+from drawn import apart, exploded, failed, trained
+from kernels import eventually
+from PIL import Image
+
+pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
+
+from browser import NoBrowser, Server, open_browser
+
+from dlab.views import LossCurves, Staleness, Throughput, Timeline
+from dlab.views.page import write_page
+from dlab.views.ranks import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness)
+RUNS = {"four": trained, "one": lambda: trained(1), "many": lambda: trained(64), "apart": apart, "failed": failed}
+RUNS |= {"exploded": exploded, "delayed": lambda: trained(delayed=2)}
+# Notes every text that is drawn: where its corners are on the canvas, and whether it was squeezed.
+NOTE = """
+window.texts = new Map();
+const {fillText, clearRect} = CanvasRenderingContext2D.prototype;
+CanvasRenderingContext2D.prototype.clearRect = function (...box) {
+  window.texts.set(this.canvas, []);
+  return clearRect.apply(this, box);
+};
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most) {
+  const size = this.measureText(text), turn = this.getTransform(), scale = window.devicePixelRatio;
+  const corners = [[x - size.actualBoundingBoxLeft, y - size.actualBoundingBoxAscent],
+    [x + size.actualBoundingBoxRight, y + size.actualBoundingBoxDescent]]
+    .map(([a, b]) => turn.transformPoint({x: a, y: b}));
+  const [xs, ys] = [corners.map((p) => p.x / scale), corners.map((p) => p.y / scale)];
+  window.texts.get(this.canvas)?.push({
+    text: String(text), squeezed: size.width > (most ?? Infinity), left: Math.min(...xs), right: Math.max(...xs),
+    top: Math.min(...ys), bottom: Math.max(...ys), view: this.canvas.parentElement.dataset.view,
+    width: this.canvas.width / scale, height: this.canvas.height / scale,
+  });
+  return fillText.call(this, text, x, y, most);
+};
+"""
+SETUP = """
+import time
+import dlab
+cluster = dlab.cluster(4)
+
+def work():
+    while not dlab.knob("go", False):
+        time.sleep(0.02)
+    for step in range(100_000):
+        time.sleep(0.01)
+        dlab.log(step=step, loss=1 / (step + 1), samples=32, compute=0.008, wait=0.002, rate=dlab.knob("lr", 0.1))
+"""
+# How high the board is in every frame, as it was painted.
+HEIGHTS = """
+() => {
+    window.heights = [];
+    const look = () => {
+        const board = document.querySelector('.dlab-board');
+        if (board) window.heights.push(board.getBoundingClientRect().height);
+        requestAnimationFrame(() => setTimeout(look));
+    };
+    look();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("jupyter"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(server):
+    try:
+        with open_browser(server) as chromium:
+            yield chromium
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture
+def show(chromium, tmp_path):
+    """Open the views of events as a page of its own; gives the page."""
+    opened = []
+
+    def open_page(events, *views, width=980, dark=False):
+        drawn = [view(events) for view in views or VIEWS]
+        parts = [part for view in drawn if not view.empty for part in view.parts]
+        (tmp_path / "page.html").write_text(write_page(parts, "test"))
+        scheme = "dark" if dark else "light"
+        context = chromium.page(viewport={"width": width, "height": 650}, color_scheme=scheme)
+        page, _ = context.__enter__()
+        opened.append(context)
+        page.add_init_script(NOTE)
+        page.goto((tmp_path / "page.html").as_uri())
+        eventually(lambda: page.locator("figure[data-drawn]").count() == len(parts))
+        return page
+
+    yield open_page
+    for context in opened:
+        context.__exit__(None, None, None)
+
+
+def texts(page):
+    return page.evaluate("() => [...window.texts.values()].flat()")
+
+
+@pytest.mark.parametrize("width", [380, 980, 1600])
+@pytest.mark.parametrize("run", RUNS)
+def test_no_text_is_cut_squeezed_or_written_over_another(show, run, width):
+    found = texts(show(RUNS[run](), width=width))
+    assert len(found) > 20
+    for text in found:
+        assert not text["squeezed"], text
+        assert text["left"] >= -1 and text["right"] <= text["width"] + 1, text
+        assert text["top"] >= -1 and text["bottom"] <= text["height"] + 1, text
+    words = [text for text in found if len(text["text"]) > 1]  # marks may lie on each other, as what they mark does
+    for place, one in enumerate(words):
+        for other in words[place + 1 :]:
+            across = min(one["right"], other["right"]) - max(one["left"], other["left"])
+            down = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
+            assert one["view"] != other["view"] or across <= 1 or down <= 1, (one, other)
+
+
+@pytest.mark.parametrize("width", [980, 1600])
+def test_views_fill_the_width(show, width):
+    page = show(trained(), width=width)
+    boxes = {
+        view: page.locator(f"figure[data-view={view}]").bounding_box() for view in ("curves", "throughput", "timeline")
+    }
+    assert boxes["curves"]["y"] == boxes["throughput"]["y"]
+    assert (
+        boxes["curves"]["width"] + boxes["throughput"]["width"] > 0.97 * boxes["timeline"]["width"] > 0.95 * (width - 8)
+    )
+
+
+def lane(page, name):
+    """The pixels of a lane of the timeline."""
+    (text,) = [each for each in texts(page) if each["view"] == "timeline" and each["text"] == name]
+    shot = page.locator("figure[data-view=timeline] canvas").screenshot()
+    image = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
+    return image[int(text["top"]) - 3 : int(text["top"]) + 18, 90:]
+
+
+def count(pixels, colour):
+    wanted = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
+    return int((np.abs(pixels - wanted).max(axis=-1) < 12).sum())
+
+
+def test_ranks_that_were_done_first_are_in_the_timeline_and_delay_has_a_colour(show):
+    page = show(apart(), Timeline)
+    for name in ("rank 0", "rank 1", "rank 3"):
+        assert count(lane(page, name), "#0072B2") > 100
+        assert count(lane(page, name), "#CC79A7") == 0
+    slow = lane(page, "rank 2")
+    assert count(slow, "#CC79A7") > 10 * count(slow, "#0072B2")
+    assert "delay" in [text["text"] for text in texts(page)]
+    assert "delay" not in [text["text"] for text in texts(show(trained(), Timeline))]
+
+
+def test_an_exploding_loss_leaves_the_curve_before_it_readable(show):
+    found = [text["text"] for text in texts(show(exploded(), LossCurves))]
+    assert {"2", "4"} <= set(found)  # on the axis
+    assert "▲" in found and "▲ up to 2.6e+08, ✕ not finite from step 58" in found
+
+
+def test_thin_curves_can_be_seen_in_the_dark(show):
+    page = show(trained(2), LossCurves, dark=True)
+    shot = page.locator("figure[data-view=curves] canvas").screenshot()
+    light = (np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")) / 255.0) ** 2.2 @ [0.2126, 0.7152, 0.0722]
+    rgb = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
+    blue = (rgb[..., 2] > rgb[..., 0] + 30) & (rgb[..., 2] > rgb[..., 1] + 15)
+    ground = float(np.median(light))
+    assert ((light + 0.05) / (ground + 0.05) > 2.0)[blue].sum() > 200
+
+
+def test_the_slider_of_a_replay_says_what_it_moves(show):
+    page = show(trained(), LossCurves, Timeline)
+    label = page.get_by_text("replay, position in time")
+    assert label.is_visible()
+    slider = page.get_by_role("slider", name="position in time")
+    before = page.locator(".dlab-replay output").text_content()
+    slider.evaluate("(input) => { input.value = 300; input.oninput(); }")
+    eventually(lambda: page.locator(".dlab-replay output").text_content() != before)
+    assert " s of " in before and page.get_by_label("speed").is_visible()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080)])
+def test_a_panel_with_its_controls_fits_into_a_window_and_keeps_its_height(server, chromium, width, height):
+    name = server.write(f"fits{width}.ipynb", SETUP, "run = cluster.start(work)\nrun")
+    with chromium.notebook(name, width=width, height=height) as notebook:
+        notebook.run_cell(0)
+        notebook.page.evaluate(HEIGHTS)
+        notebook.run_cell(1)
+        panel = notebook.output(1)
+        board = panel.locator(".dlab-board")
+        for view in ("ranks", "curves", "throughput", "timeline"):
+            board.locator(f"figure[data-view={view}][data-drawn]").wait_for()
+        before = board.bounding_box()
+        panel.get_by_label("go").check()
+        timeline = board.locator("figure[data-view=timeline]")
+        eventually(lambda: "compute" in (timeline.locator("canvas").get_attribute("aria-label") or ""))
+        notebook.slider(panel, "lr").wait_for()
+        after = board.bounding_box()
+        assert before["height"] == after["height"]
+        heights = [each for each in notebook.page.evaluate("() => window.heights") if each]
+        assert max(heights) - min(heights) <= 1, sorted(set(heights))
+        whole = panel.locator(".jp-OutputArea-output").first.bounding_box()
+        seen = notebook.page.locator(".jp-WindowedPanel-outer").first.bounding_box()
+        assert whole["height"] < seen["height"] and whole["height"] <= (650 if width == 1280 else 750)
+        curves, throughput = (
+            board.locator(f"figure[data-view={view}]").bounding_box() for view in ("curves", "throughput")
+        )
+        assert curves["y"] == throughput["y"]
+        assert throughput["x"] + throughput["width"] > whole["x"] + 0.95 * whole["width"]
+        notebook.ask("run.stop()")
+        assert notebook.failures() == [] and notebook.errors == []
