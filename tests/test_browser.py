@@ -64,7 +64,7 @@ run
 """
 RACED = """
 def steps_ahead():  # of rank 2: how far the first rank is now
-    done = [sum(event.kind == "log" and event.rank == rank for event in run.events["ssp"]) for rank in range(4)]
+    done = [sum(event.kind == "log" and event.rank == rank for event in run.events.get("ssp", [])) for rank in range(4)]
     return max(done) - done[2]
 """
 WORK, FLOOD = 2, 3  # the cells that follow; behind them are those in which the lesson on all-reduce records a ring

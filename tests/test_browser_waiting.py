@@ -72,11 +72,11 @@ def test_pause_resume_and_a_knob_act_while_the_next_cell_waits(server, chromium)
         panel = notebook.output(1)
         notebook.press(panel, "pause")
         panel.get_by_text("work: paused").wait_for()
-        notebook.press(panel, "pause")
+        notebook.press(panel, "resume")
         panel.get_by_text("work: running").wait_for()
         notebook.press(panel, "pause")
         panel.get_by_text("work: paused").wait_for()
-        notebook.press(panel, "pause")
+        notebook.press(panel, "resume")
         panel.get_by_text("work: running").wait_for()
         assert text(notebook, 2) == "waiting\n", "it still waits"
         assert text(notebook, 3) == "", "and the next cell waits for it"

@@ -319,10 +319,10 @@ def test_a_server_without_messages_is_not_on_the_circle(served):
     assert "server" not in view.alt + str(view) and view.alt.startswith("Ranks 0 to 1 on a circle")
 
 
-def test_what_goes_from_a_server_to_many_is_said_once(served):
+def test_what_goes_from_a_server_to_many_or_back_is_said_once(served):
     view = Messages([*served.states, *served.events])
     push, pull = ([text.get_text() for text in axes.texts][3:] for axes in view.figure().axes)
-    assert (push, pull) == (["400 B", "400 B"], ["400 B each"])
+    assert (push, pull) == (["400 B each"], ["400 B each"])
 
 
 # ------------------------------------------------------------------------------------- the formula

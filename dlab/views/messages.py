@@ -255,7 +255,9 @@ def _places(ranks: int) -> list[tuple[float, float]]:
 def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
     """Where the bytes of the messages are told, and how: beside each arrow, or once below a crowd or a fan."""
     messages, places = step.messages, _places(ranks)
-    fan = len({message["source"] for message in messages}) < len(messages)  # from one rank to many: all begin there
+    # from one rank to many or the other way round: their arrows meet, and would cross each other's text
+    ends = [{message[end] for message in messages} for end in ("source", "destination")]
+    fan = min(map(len, ends)) < len(messages)
     if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
         return [(0, -1.38, f"{_size(messages[0]['bytes'])} each")]
     labels = []
