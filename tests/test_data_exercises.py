@@ -135,7 +135,7 @@ def misspelt(indices, ranks):
 
 
 WRONG = [
-    (lambda indices, ranks: None, "12 indices for 4 ranks gave None: did you forget the return?"),
+    (lambda indices, ranks: None, "12 indices for 4 ranks gave None: the function must return the shards"),
     (lambda indices, ranks: 3, "gave 3: give a list of shards, one for each rank"),
     (lambda indices, ranks: "0123", "gave '0123': give a list of shards"),
     (lambda indices, ranks: dict(enumerate(strided(indices, ranks))), "gave a dictionary: give a list of shards, in"),

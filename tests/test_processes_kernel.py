@@ -163,7 +163,7 @@ def test_interrupting_the_kernel_stops_the_function_within_a_second(kernel, work
     shown = kernel.finish(cell)
     within(start, 1, "an interrupt in a kernel")
     assert shown.error == "KeyboardInterrupt"
-    assert "was stopped; rank 0: " in shown.stdout
+    assert "was stopped:\nrank 0: " in shown.stdout
     assert ok(kernel.run("cluster.run(dlab.rank)")).result == "[0, 1, 2]"
 
 

@@ -183,11 +183,36 @@ def test_a_model_that_can_be_made_without_arguments_is_taken(cluster):
         dlab.Training(model=model, data=data_in_float())
 
 
-def test_a_rate_that_makes_no_sense_is_refused_in_the_same_words_while_it_trains(cluster):
+@pytest.mark.parametrize("rate", [-1.0, "big", float("nan"), None])
+def test_a_rate_that_makes_no_sense_is_refused_in_the_same_words_while_it_trains(cluster, rate):
     run = start(cluster, epochs=2000)
-    run.set("lr", -1.0)
-    with pytest.raises(dlab.WorkerError, match=r"lr=-1.0: give a learning rate that is a number, 0 or more"):
-        run.wait(60)
+    with pytest.raises(ValueError, match=f"lr={rate!r}: give a learning rate that is a number, 0 or more"):
+        run.set("lr", rate)
+    assert not run.done, "and it goes on"
+    run.stop()
+    assert run.knobs == {}
+
+
+def narrow():
+    return nn.Linear(6, 1)
+
+
+def test_a_label_without_an_output_is_told_as_that(cluster):
+    with pytest.raises(dlab.WorkerError, match="there is a label 1, and the model has outputs for labels below 1 only"):
+        start(cluster, model=narrow).wait(60)
+
+
+class Broken(nn.Sequential):
+    def forward(self, images):
+        hidden = self[0](images)
+        return self[2](hidden.repeat(1, 2))  # twice as wide as the layer
+
+
+def test_an_error_in_the_model_is_shown_with_the_lines_of_the_model_only(cluster):
+    with pytest.raises(dlab.WorkerError, match="mat1 and mat2 shapes cannot be multiplied") as error:
+        start(cluster, model=lambda: Broken(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))).wait(60)
+    assert "return self[2](hidden.repeat(1, 2))" in error.value.traceback
+    assert "dlab/" not in error.value.traceback and "torch/nn" not in error.value.traceback
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def test_a_timeline_that_is_shared_tells_the_same():
 
 def test_the_last_state_counts_and_a_death_says_why():
     view = Ranks([_state(0, "running"), _state(1, "running")])
-    view.add([_state(0, "delayed", "0.2 s in each step"), _state(1, "dead", "was killed by signal 9 (SIGKILL)")])
-    assert str(view).splitlines()[0].startswith("rank 0   delayed 0.2 s in each step")
+    view.add([_state(0, "delayed", "0.2 s a step"), _state(1, "dead", "was killed by signal 9 (SIGKILL)")])
+    assert str(view).splitlines()[0].startswith("rank 0   delayed 0.2 s a step")
     assert "rank 1 dead: was killed by signal 9 (SIGKILL)" in view.alt
     assert [row["state"] for row in view.data()["ranks"]] == ["delayed", "dead"]
     assert isinstance(view.figure(), Figure)

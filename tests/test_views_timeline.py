@@ -138,7 +138,7 @@ def test_bars_lie_where_the_time_went():
 def test_delays_and_pauses_are_underlined_and_an_end_is_crossed():
     run = _run({0: 0.1, 1: 0.2})
     states = [  # the steps go on for eight seconds
-        _state(1001.0, 1, "delayed", "0.1 s in each step"),
+        _state(1001.0, 1, "delayed", "0.1 s a step"),
         _state(1002.0, 1, "paused"),
         _state(1003.0, 1, "running"),
         _state(1007.0, 1, "dead", "killed"),

@@ -42,7 +42,7 @@ def check_equal_shards(solve: Any) -> str:
 def _wrong_kind(shards: Any) -> str | None:
     """What is wrong with the thing that was returned, before one looks into it."""
     if shards is None:
-        return "gave None: did you forget the return?"
+        return "gave None: the function must return the shards"
     if isinstance(shards, dict):
         return "gave a dictionary: give a list of shards, in which the place of a shard is its rank"
     if isinstance(shards, set | frozenset):

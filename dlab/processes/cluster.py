@@ -102,7 +102,7 @@ class Cluster:
 
         A function with an attribute `survives` that is true goes on without ranks that have died, which give None; one
         with an attribute `servers` needs a cluster with so many, and goes on with a new one when one has died if its
-        attribute `revives` is true.
+        attribute `revives` is true. `checks` are functions by the name of a knob, which refuse values for it.
         """
         run = self._new_run(fn)
         try:
@@ -123,7 +123,9 @@ class Cluster:
                 f"make it with dlab.Cluster({self.workers}, servers={servers})"
             )
         name, survives = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "survives", False)
-        return Run(self, next(_numbers), name, survives, getattr(fn, "revives", False))
+        run = Run(self, next(_numbers), name, survives, getattr(fn, "revives", False))
+        run.checks = getattr(fn, "checks", {})
+        return run
 
     def _launch(self, run: Run, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def make() -> wire.Message:

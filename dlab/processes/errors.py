@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import os
 import signal
+import sysconfig
 import time
 import traceback
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from types import TracebackType
 from dlab.transports.waiting import name_ranks
 
 DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _OURS = os.path.dirname(__file__) + os.sep
 
@@ -36,14 +38,20 @@ class Report:
 
     @classmethod
     def of(cls, problem: BaseException) -> Report:
-        """Frames are sent as file and line: the parent has the source of the cells, the worker has not."""
+        """Frames are sent as file and line: the parent has the source of the cells, the worker has not.
+
+        Only the reader's own frames, if there are any: those of dlab and torch between and below them tell nothing that
+        the error does not.
+        """
         moment = time.monotonic()
         chain: list[tuple[list[tuple[str, int, str]], str]] = []
         link: BaseException | None = problem
         while link is not None and len(chain) < 5:
             stack = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(link.__traceback__)]
-            hidden = DLAB if is_refusal(link.__traceback__) else _OURS
-            chain.append(([frame for frame in stack if not frame[0].startswith(hidden)], _last_line(link)))
+            readers = [frame for frame in stack if is_readers(frame[0])]
+            if not readers and not is_refusal(link.__traceback__):
+                readers = [frame for frame in stack if not frame[0].startswith(_OURS)]  # a fault of dlab: all there is
+            chain.append((readers, _last_line(link)))
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
         return cls(moment, type(problem).__name__, _last_line(problem), chain, _is_connection(problem))
 
@@ -65,6 +73,11 @@ def is_refusal(trace: TracebackType | None) -> bool:
         return False
     code = trace.tb_frame.f_code
     return code.co_filename.startswith(DLAB) and code.co_code[trace.tb_lasti] == _RAISE
+
+
+def is_readers(file: str) -> bool:
+    """Is this a file, or a cell, of somebody who uses dlab? What `dataclass` writes is in no file, `<string>`."""
+    return not file.startswith((DLAB, *LIBRARIES, "<frozen", "<string>"))
 
 
 def _last_line(problem: BaseException) -> str:

@@ -59,7 +59,10 @@ class Flight:
         self.ended.add(rank)
         if rank not in self.returned and rank not in self.reports:
             self.deaths[rank] = (time.monotonic(), exitcode)
-            self.run._note([rank], "dead", errors.end_of(exitcode))
+            if self._by_us(*self.deaths[rank]):  # it did not react when it was stopped
+                self.run._note([rank], "stopped")
+            else:
+                self.run._note([rank], "dead", errors.end_of(exitcode))
 
     @property
     def over(self) -> bool:

@@ -145,17 +145,17 @@ class Watch:
             alike.setdefault(where.sentence.removeprefix("waiting "), []).append(rank)
         waits = [f"{self._name(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {how}" for how, ranks in alike.items()]
         why = knot(places, self._run._ends(places), self._run.ranks)
-        told = "; ".join([*waits, why] if why else waits)
+        told = "\n".join([*waits, why] if why else waits)
         if told != self._told:
             ranks = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
             self._note(why or "all wait for each other", ranks, seconds)
-        text = f"no rank has made progress for {seconds:.0f} s: {told}. "
-        self._run.cell.rewrite(text + "The run goes on: run.stop() or an interrupt ends it", changed=told != self._told)
+        text = f"no rank has made progress for {seconds:.0f} s:\n{told}\n"
+        self._run.cell.rewrite(text + "The run goes on: an interrupt or run.stop() ends it", changed=told != self._told)
         self._told, self._seconds = told, seconds
 
     def _take_back(self) -> None:
         self._run.cell.rewrite(
-            f"the run went on after {self._seconds:.0f} s without progress: {self._told}", changed=True
+            f"the run went on after {self._seconds:.0f} s without progress:\n{self._told}", changed=True
         )
         self._note("", [], self._seconds)
         self._told = ""
@@ -163,7 +163,8 @@ class Watch:
     def end(self) -> None:
         """The run is over: what was told is the past."""
         if self._told and (self._run._stopped or self._run._error is not None):
-            self._run.cell.rewrite(f"no rank had made progress for {self._seconds:.0f} s: {self._told}", changed=False)
+            text = f"no rank had made progress for {self._seconds:.0f} s:\n{self._told}"
+            self._run.cell.rewrite(text, changed=False)
         elif self._told:
             self._take_back()
 

@@ -45,6 +45,7 @@ class Run:
         self.ended: float | None = None
         self.knobs: dict[str, Any] = {}  # those that were set
         self.factors: dict[str, float] = {}  # by which knobs are multiplied
+        self.checks: dict[str, Callable[[Any], object]] = {}  # refuse values of knobs
         self.delays: dict[int, float] = {}  # by rank, in seconds
         self.paused = False
         self._done = threading.Event()
@@ -115,7 +116,7 @@ class Run:
         finally:  # also when it is interrupted again
             self.stop()
         if places:
-            print("\n".join(filter(None, [f"{self.name} was stopped; {_tell(places)}", why])))
+            print("\n".join(filter(None, [f"{self.name} was stopped:", _tell(places), why])))
 
     def _timeout_error(self, places: dict[int, Where], timeout: float, rest: str) -> WorkerTimeout:
         # whoever does not wait for others is probably the one the others wait for
@@ -204,6 +205,8 @@ class Run:
         """
         if not isinstance(name, str):
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
+        if name in self.checks:
+            self.checks[name](value)  # raises ValueError, before any rank sees it
         self._supervisor.turn(self, {name: value}, {name: 1})
         self._note_unknown_knob(name)
 

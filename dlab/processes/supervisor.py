@@ -134,7 +134,7 @@ class Supervisor(threading.Thread):
 
     def _note_delay(self, run: Run, rank: int) -> None:
         seconds = self.board.delays[rank]
-        run._note([rank], *(("delayed", f"{seconds:g} s in each step") if seconds else ("running",)))
+        run._note([rank], *(("delayed", f"{seconds:g} s a step") if seconds else ("running",)))
 
     def turn(self, run: Run, values: dict[str, Any], factors: dict[str, float]) -> None:
         """Turn some of the run's knobs."""

@@ -7,17 +7,13 @@ it: an error that Python or torch raises in the middle of dlab is a fault of dla
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
 from typing import Any
 
-from dlab.processes.errors import DLAB, is_refusal
-
-LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+from dlab.processes.errors import DLAB, is_readers, is_refusal
 
 
 def shorten_tracebacks(shell: Any) -> None:
@@ -45,17 +41,15 @@ def readers_part(problem: BaseException | None, trace: TracebackType | None) -> 
         frames.append(trace)
         trace = trace.tb_next
     ours = [number for number, frame in enumerate(frames) if _file(frame).startswith(DLAB)]
-    if not ours or not (isinstance(problem, KeyboardInterrupt) or _is_readers(frames[-1]) or is_refusal(frames[-1])):
+    if not ours or not (
+        isinstance(problem, KeyboardInterrupt) or is_readers(_file(frames[-1])) or is_refusal(frames[-1])
+    ):
         return None
-    kept = [frame for number, frame in enumerate(frames) if number < ours[0] or _is_readers(frame)]
+    kept = [frame for number, frame in enumerate(frames) if number < ours[0] or is_readers(_file(frame))]
     short = None
     for frame in reversed(kept):
         short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return short
-
-
-def _is_readers(frame: TracebackType) -> bool:
-    return not _file(frame).startswith((DLAB, *LIBRARIES, "<frozen"))
 
 
 def _file(frame: TracebackType) -> str:

@@ -7,7 +7,7 @@ threads, and under `torchrun`. Taught in `03_sync_sgd.ipynb`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +30,11 @@ class Strategy:
 
     survives: bool = False  # goes on by itself when a rank has died
     servers: int = 0  # that it needs
+
+    @property
+    def checks(self) -> dict[str, Callable[[Any], object]]:
+        """For each knob of its own, by name: what raises ValueError if a value makes no sense."""
+        return {}
 
     @property
     def elastic(self) -> bool:

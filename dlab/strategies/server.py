@@ -6,7 +6,7 @@ synchronous parallel). Taught in `05_parameter_server.ipynb`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ class ParameterServer(Strategy):
         make_compression(compression)  # to be told at once
         self.mode, self.staleness, self.servers, self.compression = mode, _steps(staleness), servers, compression
         self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
+
+    @property
+    def checks(self) -> dict[str, Callable[[Any], object]]:
+        """The bound can be turned while it trains."""
+        return {"staleness": _steps}
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
         """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""

@@ -121,11 +121,23 @@ class Trainee:
         ):
             with self.strategy.accumulating() if number < pieces else nullcontext():
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.amp):
-                    loss = self.plan.loss(self.module(some), answers)
+                    loss = self.loss(self.module(some), answers)
                 share = len(answers) / len(labels)
                 (loss * (weight * share)).backward()
                 total += loss.item() * share
         return total
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """That of the plan; torch does not say whose mistake it is when a label has no output."""
+        try:
+            return self.plan.loss(outputs, labels)
+        except IndexError as problem:
+            if outputs.ndim != 2 or not len(labels) or labels.is_floating_point() or labels.max() < outputs.shape[1]:
+                raise
+            raise ValueError(
+                f"there is a label {labels.max().item()}, and the model has outputs for labels below "
+                f"{outputs.shape[1]} only: give its last layer as many outputs as there are classes"
+            ) from problem
 
     def turn_knobs(self) -> None:
         """The learning rate may be changed while it trains; groups with rates of their own keep their proportions."""

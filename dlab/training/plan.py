@@ -108,6 +108,11 @@ class Training:
         return share_out(where, self.servers, lambda workers: Trainee(self, workers, here, tell).run())
 
     @property
+    def checks(self) -> dict[str, Callable[[Any], object]]:
+        """For each knob, by name: what raises ValueError if a value makes no sense."""
+        return {"lr": check_rate, **self.strategy.checks}
+
+    @property
     def survives(self) -> bool:
         """Does it go on without ranks that have died?"""
         return self.elastic or self.strategy.survives

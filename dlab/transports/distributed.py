@@ -51,9 +51,8 @@ class TorchTransport(Transport):
         if outgoing is None and incoming is None:
             return
         try:
-            works = self._begin(outgoing, incoming)
-            with self._waiting(outgoing, incoming):
-                for work in works:
+            with self._waiting(outgoing, incoming):  # also while a pair that has not met before is connected
+                for work in self._begin(outgoing, incoming):
                     work.wait()
         except RuntimeError as problem:  # the backend names no rank, or by its address
             doing = [f"send to rank {outgoing[1]}"] if outgoing else []

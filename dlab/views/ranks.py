@@ -30,6 +30,9 @@ _COLUMN = 8  # ranks below each other; more of them stand in three columns
 _LETTERS, _SHORT = 88, 26  # in a line, and in one of three columns
 
 
+_ON = {"running", "delayed", "paused"}  # states of a rank that has not ended
+
+
 class Ranks(View):
     """A box per rank, from events of kind `state` (what became of it) and `log` (how far it is, and whom it waits for).
     While no rank gets on, as events of kind `hang` say, what each waits for, and why that will not end.
@@ -44,7 +47,7 @@ class Ranks(View):
         self._states: dict[int, dict[str, Any]] = {}
         self._steps: dict[int, int] = {}
         self._hangs: dict[int, str] = {}  # what each rank waits for, in words, while none gets on
-        self.hang = ""
+        self._why = ""  # that does not end
         self._timeline = timeline or Timeline()
         self._shares_it = timeline is not None  # somebody else gives it its events
         super().__init__(events)
@@ -58,10 +61,18 @@ class Ranks(View):
         for event in arrived.others:
             if event.kind == "hang":
                 self._hangs = {row["rank"]: row["words"] for row in event.data["ranks"]}
-                self.hang = f"no rank makes progress: {event.data['why']}" if self._hangs else ""
+                self._why = event.data["why"]
         for rank, logged in arrived.logged.items():
             if logged.step is not None:
                 self._steps[rank] = logged.step
+
+    @property
+    def hang(self) -> str:
+        """Why no rank gets on, or got on when the run was ended; empty if they do."""
+        if not self._why:
+            return ""
+        on = any(self._states.get(rank, {"state": "running"})["state"] in _ON for rank in self._hangs)
+        return f"no rank {'makes' if on else 'made'} progress: {self._why}"
 
     @property
     def empty(self) -> bool:
