@@ -249,6 +249,9 @@ def has_alt_text(cell: Any, output: Any) -> bool:
     return bool(re.search(r"<img\b[^>]*\balt=([\"'])\s*[^\"'\s]", html) or str(cell.metadata.get("alt", "")).strip())
 
 
+MOST_VERDICTS = 2  # lines of a notebook that say True or False, and no number
+
+
 def notebook_problems(notebook: Any) -> list[str]:
     """What a reader, or nbval, would stumble over; one sentence each."""
     problems = []
@@ -277,6 +280,9 @@ def notebook_problems(notebook: Any) -> list[str]:
         for output in cell.outputs:
             if "image/png" in output.get("data", {}) and not has_alt_text(cell, output):
                 problems.append(f"{where} has a picture without alt text")
+    printed = [line for cell in code for output in cell.outputs for line in output.get("text", "").splitlines()]
+    if sum(line.endswith((": True", ": False")) for line in printed) > MOST_VERDICTS:
+        problems.append("lines that say True tell a learner nothing: print the number, and assert what must be true")
     return problems
 
 
@@ -326,6 +332,7 @@ ERROR = [nbformat.v4.new_output("error", ename="ValueError", evalue="", tracebac
         (made_up(code_cell("print(1)", 1, "nbval-ignore-output")), "not compared"),
         (made_up(code_cell("# NBVAL_IGNORE_OUTPUT\nprint(1)"), code_cell("a = 1", 2, outputs=[])), "not compared"),
         (made_up(code_cell("print('assert')", 1, "nbval-ignore-output")), "not compared"),
+        (made_up(code_cell(outputs=3 * [nbformat.v4.new_output("stream", text="the same bits: True\n")])), "number"),
         (made_up(code_cell(outputs=picture())), "alt text"),
         (made_up(code_cell(outputs=picture(**{"text/html": '<img alt="" src="x">'}))), "alt text"),
     ],

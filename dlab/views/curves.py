@@ -131,6 +131,7 @@ class LossCurves(View):
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         xlabel, column = ("step", 0) if self.by == "step" else ("seconds since the run began", 2)
         axes = figure.add_subplot(xlabel=xlabel, ylabel="loss of the rank's own batch")
+        axes.xaxis.get_major_locator().set_params(integer=self.by == "step")
         lines, lost, top = self.lines(), self.lost(), self.top() or np.inf
         crowd = len(self.runs) == 1 and len(self.losses) > _NAMED
         for number, ((name, curve), place) in enumerate(zip(lines, self._colours([n for n, _ in lines]), strict=True)):
