@@ -1,4 +1,4 @@
-"""What several test files share: clusters and runs; tests for a GPU are skipped where there is none."""
+"""What several test files share: clusters, runs and browsers; tests for a GPU are skipped where there is none."""
 
 import signal
 
@@ -18,6 +18,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A Jupyter server for the tests of a file."""
+    from browser import Server
+
+    server = Server(tmp_path_factory.mktemp("jupyter"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def chromium(server):
+    """A browser for that server; its tests are skipped where there is none."""
+    from browser import NoBrowser, open_browser
+
+    try:
+        with open_browser(server) as chromium:
+            yield chromium
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")

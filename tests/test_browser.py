@@ -10,7 +10,7 @@ from PIL import Image
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
-from browser import NoBrowser, Notebook, Server, open_browser, wait_for_kernel
+from browser import Notebook, wait_for_kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -103,22 +103,6 @@ def test_runs_leave_no_thread_no_widget_and_no_process(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- the browser
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("jupyter"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def chromium(server):
-    try:
-        with open_browser(server) as chromium:
-            yield chromium
-    except NoBrowser as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from kernels import eventually
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
-from browser import NoBrowser, Server, open_browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -66,22 +65,11 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("jupyter"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def opened(server):
-    try:
-        name = server.write("controls.ipynb", SETUP, *CELLS)
-        with open_browser(server) as chromium, chromium.notebook(name) as notebook:
-            notebook.page.set_viewport_size({"width": 1280, "height": 800})
-            notebook.run_cell(0)
-            yield notebook
-    except NoBrowser as reason:
-        pytest.skip(str(reason))
+def opened(server, chromium):
+    with chromium.notebook(server.write("controls.ipynb", SETUP, *CELLS)) as notebook:
+        notebook.page.set_viewport_size({"width": 1280, "height": 800})
+        notebook.run_cell(0)
+        yield notebook
 
 
 @pytest.fixture

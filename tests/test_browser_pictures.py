@@ -10,7 +10,6 @@ from PIL import Image
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
-from browser import NoBrowser, Server, open_browser
 
 from dlab.views import LossCurves, Staleness, Throughput, Timeline
 from dlab.views.page import write_page
@@ -67,22 +66,6 @@ HEIGHTS = """
     look();
 }
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("jupyter"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def chromium(server):
-    try:
-        with open_browser(server) as chromium:
-            yield chromium
-    except NoBrowser as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture

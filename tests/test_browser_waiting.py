@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
-from browser import NoBrowser, Server, open_browser
 from kernels import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -27,22 +26,6 @@ cluster, order = dlab.cluster(2), []
 START = "run = cluster.start(work)\nrun"
 WAIT = "print('waiting')\nprint(run.wait())\norder.append('waited')"
 NEXT = "print('next')\norder.append('next')"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("jupyter"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def chromium(server):
-    try:
-        with open_browser(server) as chromium:
-            yield chromium
-    except NoBrowser as reason:
-        pytest.skip(str(reason))
 
 
 def text(notebook, number):
