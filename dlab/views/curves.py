@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dlab.events import Event
 from dlab.views.columns import Arrivals, Column, Table
@@ -131,7 +132,7 @@ class LossCurves(View):
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         xlabel, column = ("step", 0) if self.by == "step" else ("seconds since the run began", 2)
         axes = figure.add_subplot(xlabel=xlabel, ylabel="loss of the rank's own batch")
-        axes.xaxis.get_major_locator().set_params(integer=self.by == "step")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=self.by == "step", steps=[1, 2, 2.5, 5, 10]))
         lines, lost, top = self.lines(), self.lost(), self.top() or np.inf
         crowd = len(self.runs) == 1 and len(self.losses) > _NAMED
         for number, ((name, curve), place) in enumerate(zip(lines, self._colours([n for n, _ in lines]), strict=True)):
