@@ -60,7 +60,8 @@ HEIGHTS = """
     window.heights = [];
     const look = () => {
         const board = document.querySelector('.dlab-board');
-        if (board) window.heights.push(board.getBoundingClientRect().height);
+        const drawn = board && !board.querySelector('figure:not([data-drawn])');
+        if (drawn) window.heights.push(board.getBoundingClientRect().height);
         requestAnimationFrame(() => setTimeout(look));
     };
     look();

@@ -58,7 +58,9 @@ class Picture {
     this.data = part.data;
     this.title.textContent = part.title;
     this.canvas.setAttribute("aria-label", part.alt);
-    this.ask();
+    if (this.drawn) this.ask();
+    else this.draw(); // at once: an empty canvas would have another height
+    if (!this.drawn) this.ask(); // not on the screen yet
   }
 
   ask() { // many changes, one drawing
