@@ -32,10 +32,10 @@ test: $(READY) ## run all tests, notebooks included (ARGS="-k data" for some of 
 conformance: $(READY) ## run PyTorch's own distributed tests on gloo and on dlab, side by side (ARGS="-k reduce")
 	@PYTHONPATH=tests $(VENV)/bin/python -m conformance $(ARGS)
 
-bench: $(READY) ## measure this machine
+bench: $(READY) ## measure this machine; without ARGS, write dlab/bench/RESULTS.md
 	@$(VENV)/bin/python -m dlab.bench $(ARGS)
 
-screenshots: $(READY) ## make the pictures in notebooks/images anew, in a real JupyterLab (needs Chromium)
+screenshots: $(READY) ## take the picture of the README anew, in a real JupyterLab (needs Chromium)
 	@PYTHONPATH=tests $(VENV)/bin/python -m screenshots
 
 check: $(READY) ## lint, formatting, types

@@ -19,24 +19,25 @@ _HOME = {
     "partition_dataset": "data",
     "MLP": "models",
     "SimpleCNN": "models",
+    "SmallCNN": "models",
     "TwoLayer": "models",
     "Event": "events",
     "load_events": "events",
-    "Race": "processes.racing",
-    "race": "processes.racing",
-    "Cluster": "processes.cluster",
-    "cluster": "processes.cluster",
-    "Run": "processes.run",
-    "Stopped": "processes.errors",
-    "WorkerError": "processes.errors",
-    "WorkerTimeout": "processes.errors",
-    "device": "processes.inside",
-    "knob": "processes.inside",
-    "log": "processes.inside",
-    "rank": "processes.inside",
-    "transport": "processes.inside",
-    "watch": "processes.watching",
-    "world_size": "processes.inside",
+    "Race": "processes.parent.racing",
+    "race": "processes.parent.racing",
+    "Cluster": "processes.parent.cluster",
+    "cluster": "processes.parent.cluster",
+    "Run": "processes.parent.run",
+    "Stopped": "processes.between.errors",
+    "WorkerError": "processes.between.errors",
+    "WorkerTimeout": "processes.between.errors",
+    "device": "processes.worker.context",
+    "knob": "processes.worker.context",
+    "log": "processes.worker.context",
+    "rank": "processes.worker.context",
+    "transport": "processes.worker.context",
+    "watch": "processes.worker.tracing",
+    "world_size": "processes.worker.context",
     "Deadlock": "transports",
     "rehearse": "rehearsal",
     "AllReduceSGD": "strategies",
@@ -49,8 +50,12 @@ _HOME = {
     "Training": "training",
     "evaluate": "training",
     "train": "training",
+    "Mesh": "mesh",
+    "all_gather": "reduction",
+    "all_to_all": "reduction",
     "allreduce": "reduction",
     "average_gradients": "reduction",
+    "reduce_scatter": "reduction",
     "shared_empty": "reduction",
     "GradientFlow": "views",
     "LossCurves": "views",
@@ -81,14 +86,15 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab import backend, collectives, cost, data, events, kvstore, models, strategies, training, transports, views
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
-    from dlab.models import MLP, SimpleCNN, TwoLayer
-    from dlab.processes.cluster import Cluster, cluster
-    from dlab.processes.errors import Stopped, WorkerError, WorkerTimeout
-    from dlab.processes.inside import device, knob, log, rank, transport, world_size
-    from dlab.processes.racing import Race, race
-    from dlab.processes.run import Run
-    from dlab.processes.watching import watch
-    from dlab.reduction import allreduce, average_gradients, shared_empty
+    from dlab.mesh import Mesh
+    from dlab.models import MLP, SimpleCNN, SmallCNN, TwoLayer
+    from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout
+    from dlab.processes.parent.cluster import Cluster, cluster
+    from dlab.processes.parent.racing import Race, race
+    from dlab.processes.parent.run import Run
+    from dlab.processes.worker.context import device, knob, log, rank, transport, world_size
+    from dlab.processes.worker.tracing import watch
+    from dlab.reduction import all_gather, all_to_all, allreduce, average_gradients, reduce_scatter, shared_empty
     from dlab.rehearsal import rehearse
     from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, ParameterServer, SyncSGD, VirtualClock
     from dlab.training import Training, evaluate, train
@@ -96,13 +102,20 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.views import GradientFlow, LossCurves, Messages, Staleness, Throughput, Timeline, show_source
 
 
+def _import(name: str) -> Any:
+    from dlab.processes.parent.waiting import uninterrupted
+
+    with uninterrupted():
+        return importlib.import_module(f"dlab.{name}")
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        value = getattr(importlib.import_module(f"dlab.{_HOME[name]}"), name)
+        value = getattr(_import(_HOME[name]), name)
         globals()[name] = value
         return value
     if name in _MODULES:
-        return importlib.import_module(f"dlab.{name}")
+        return _import(name)
     raise AttributeError(f"dlab has no {name!r}; it has {', '.join(sorted(__all__))}")
 
 
@@ -112,7 +125,7 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext dlab` gives the cell magic `%%workers`."""
-    from dlab.processes.magic import WorkersMagic
+    from dlab.processes.parent.magic import WorkersMagic
 
     shell.register_magics(WorkersMagic)
 
@@ -120,9 +133,9 @@ def load_ipython_extension(shell: Any) -> None:
 def _settle_in_notebook() -> None:
     from IPython.core.getipython import get_ipython
 
-    from dlab.processes.forkserver import warm_up
-    from dlab.processes.tracebacks import shorten_tracebacks
-    from dlab.processes.waiting import watch_cells
+    from dlab.processes.parent.forkserver import warm_up
+    from dlab.processes.parent.tracebacks import shorten_tracebacks
+    from dlab.processes.parent.waiting import watch_cells
 
     shell: Any = get_ipython()
     if not hasattr(shell, "kernel"):
@@ -133,18 +146,14 @@ def _settle_in_notebook() -> None:
 
     # a run that is the last line of a cell shows itself; neither runs nor views know of each other
     def show(run: Any) -> None:
-        from dlab.views.panel import show_live
-
-        show_live(run)
+        _import("views.panel").show_live(run)
 
     def show_race(race: Any) -> None:
-        from dlab.views.panel import show_race
-
-        show_race(race)
+        _import("views.panel").show_race(race)
 
     formatter = shell.display_formatter.ipython_display_formatter
-    formatter.for_type_by_name("dlab.processes.run", "Run", show)
-    formatter.for_type_by_name("dlab.processes.racing", "Race", show_race)
+    formatter.for_type_by_name("dlab.processes.parent.run", "Run", show)
+    formatter.for_type_by_name("dlab.processes.parent.racing", "Race", show_race)
 
 
 if "ipykernel" in sys.modules:

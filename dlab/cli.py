@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
     known = "sync (default), allreduce, sharded, averaging, async, ddp, server, server_async or server_ssp"
     train.add_argument("--strategy", default="sync", help=known)
-    train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), mlp or two_layer")
+    train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), small_cnn, mlp or two_layer")
     train.add_argument("--workers", type=positive, default=4, help="how many (default: 4); a launcher says it itself")
     train.add_argument("--epochs", type=positive, default=1, help="how often through the data (default: 1)")
     train.add_argument("--batch-size", type=positive, default=128, help="of all workers together (default: 128)")
@@ -68,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--checkpoint", type=Path, metavar="DIR", help="save to this folder")
     train.add_argument("--every", type=positive, metavar="STEPS", help="save so often (default: after each epoch)")
     train.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint there")
+    train.add_argument("--overwrite", action="store_true", help="remove the checkpoints of another training first")
     train.set_defaults(command=run_training)
 
     run = commands.add_parser(

@@ -11,45 +11,51 @@ from itertools import chain, islice, repeat
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dlab.data import mnist, partition_dataset
 from dlab.exercises.averaging import check_one_message
 from dlab.models import SimpleCNN
-from dlab.processes.cluster import Cluster
-from dlab.processes.inside import device, knob, log, rank, world_size
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.worker.context import device, knob, log, rank, world_size
 from dlab.reduction import average_gradients
 from dlab.training.progress import show_progress
 
 __all__ = ["accuracy", "average_gradients", "check_one_message", "main", "train"]
 
-Average = Callable[[torch.nn.Module], None]  # makes the gradients of all ranks' models equal
+Average = Callable[[nn.Module], None]  # makes the gradients of all ranks' models equal
 
 
-def train(average: Average, steps: int, seed: int = 1234) -> torch.nn.Module:
+def train(average: Average, steps: int, seed: int = 1234, make: Callable[[], nn.Module] = SimpleCNN) -> nn.Module:
     """What every worker does: its own shard, its own batches, the same step as all."""
     torch.manual_seed(seed)  # the same first weights on every rank
-    batches, _ = partition_dataset(rank(), world_size(), seed=seed)
-    model = SimpleCNN().to(device())
+    batches, _ = partition_dataset(rank(), world_size(), seed=seed)  # of 128 // size images
+    model = make().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    epochs = chain.from_iterable(repeat(batches))
+    losses: list[float] = []  # of this epoch
     started = time.perf_counter()
-    for step, (images, labels) in enumerate(islice(epochs, steps)):
+    for step, (images, labels) in enumerate(islice(chain.from_iterable(repeat(batches)), steps)):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device())), labels.to(device()))
         loss.backward()
         computed = time.perf_counter()
         average(model)  # here everybody waits for the slowest
         averaged = time.perf_counter()
-        log(step=step, loss=loss.item(), samples=len(labels), compute=computed - started, wait=averaged - computed)
+        losses.append(loss.item())
+        log(step=step, loss=losses[-1], samples=len(labels), compute=computed - started, wait=averaged - computed)
         started = averaged
         optimizer.param_groups[0]["lr"] = knob("lr", 0.01)
         optimizer.step()
+        if len(losses) == len(batches) or step + 1 == steps:
+            print(f"Rank {rank()}, epoch {step // len(batches)}: {sum(losses) / len(losses):.2f}")
+            losses.clear()
     return model.cpu()
 
 
-def accuracy(model: torch.nn.Module) -> float:
+def accuracy(model: nn.Module) -> float:
     """The share of the 10,000 test images that the model gets right."""
     images, labels = mnist(train=False)[:]
+    model.eval()  # no dropout
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).float().mean().item()
 

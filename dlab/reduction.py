@@ -1,6 +1,6 @@
-"""All-reduce for those who only want it done: the fastest for where the ranks are, and gradients averaged with it.
+"""Collectives for those who only want them done: the fastest for where the ranks are, and gradients averaged with it.
 
-Taught in `02_allreduce.ipynb`.
+Each works over all ranks, or over a group of them, such as a line of a mesh. Taught in `02_allreduce.ipynb`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ import torch.distributed as dist
 
 from dlab import collectives
 from dlab.backend.group import OPS, DlabGroup
-from dlab.collectives.fused import Fused
 from dlab.collectives.ops import finish, prepare
-from dlab.processes.inside import device, transport, world_size
-from dlab.processes.watching import tell
+from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
+from dlab.collectives.shared import SharedCollectives
+from dlab.processes.worker import context
+from dlab.processes.worker.context import device, world_size
+from dlab.processes.worker.tracing import trace
 from dlab.transports import TorchTransport, Transport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
-_memory: weakref.WeakKeyDictionary[dist.ProcessGroup, Fused | None] = weakref.WeakKeyDictionary()  # None: it has none
+_memory: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedCollectives | None] = (
+    weakref.WeakKeyDictionary()
+)  # None: it has none
 
 
 def average_gradients(
-    model: torch.nn.Module, allreduce: Callable[..., Any] | None = None, wire: Transport | None = None
+    model: torch.nn.Module, allreduce: Callable[..., Any] | None = None, transport: Transport | None = None
 ) -> None:
     """Replace each gradient by its mean over the ranks: a sum over all, divided by their number.
 
     Parameter by parameter, by `dist.all_reduce`, or by a collective of `dlab.collectives` or your own that works in
     place, `allreduce(tensor, transport)`: that one gets a copy, so that the gradient stays whole until all is there.
-    Over `wire`, if given, else over `dlab.transport()`.
+    Over `transport`, if given, else over `dlab.transport()`.
 
     >>> loss.backward()
     >>> average_gradients(model, allreduce=ring_allreduce)
@@ -43,53 +47,182 @@ def average_gradients(
             continue
         if parameter.grad is None:
             raise ValueError(f"{name} has no gradient: call loss.backward() first, and use every layer on every rank")
-        tell("sent", parameter)
+        trace("sent", parameter)
         if allreduce is None:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         else:
             received = parameter.grad.clone(memory_format=torch.contiguous_format)
-            allreduce(received, wire or transport())
+            allreduce(received, transport or context.transport())
             parameter.grad.copy_(received)
-        parameter.grad /= wire.size if wire else world_size()
-        tell("reduced", parameter)
+        parameter.grad /= transport.size if transport else world_size()
+        trace("reduced", parameter)
 
 
-def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum") -> None:
+def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum", group: Transport | None = None) -> None:
     """Combine a tensor over all ranks, in place; every rank must call it with the same size, type and op.
 
     `auto`: on one host through shared memory, without any copy if the tensor comes from `shared_empty`; between hosts
     and on GPUs the backend's own. The other algorithms are those of `dlab.collectives`, over `dlab.transport()`.
+    `group`: only among these ranks, `mesh["tp"]` for instance, each of whom must call it.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
     if algorithm != "auto":
-        getattr(collectives, f"{algorithm}_allreduce")(tensor, transport(), op=op)
-    elif tensor.is_cpu and (fused := _shared_memory()) is not None:
-        fused.allreduce(tensor, op)
-    else:
+        getattr(collectives, f"{algorithm}_allreduce")(tensor, group or context.transport(), op=op)
+    elif tensor.is_cpu and (shared := _shared_memory(group)) is not None:
+        shared.allreduce(tensor, op)
+    elif _has_backend(group):
         row, _ = prepare(tensor, op)
-        dist.all_reduce(row, op=_REDUCE_OPS[op])
-        finish(row, op, dist.get_world_size())
+        dist.all_reduce(row, op=_REDUCE_OPS[op], group=_process_group(group))
+        finish(row, op, _place(group, None)[1])
+    else:
+        collectives.ring_allreduce(tensor, group or context.transport(), op)
 
 
-def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that `allreduce` combines where it lies. Every rank must call it, with the same shape and type.
+def reduce_scatter(
+    tensor: torch.Tensor, op: str = "sum", group: Transport | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Part r of the combination of everyone's tensor, for rank r: a flat tensor, or `out`, which holds as much.
 
-    Where ranks share no memory (between hosts, on GPUs) it is an ordinary tensor, on the GPU if NCCL joins them.
+    Parts are those of `tensor.view(-1).tensor_split(ranks)`. Half of an all-reduce: each rank gets (n-1)/n of a tensor
+    from the others. The ways are those of `allreduce`.
     """
-    fused = _shared_memory()
-    if isinstance(dist.group.WORLD, DlabGroup):
+    shared = _shared_memory(group) if tensor.is_cpu else None
+    rank, size = _place(group, shared)
+    length, longer = divmod(tensor.numel(), size)
+    length += rank < longer
+    out = tensor.new_empty(length) if out is None else _check_room(out, length, tensor)
+    if shared is not None and size > 1:
+        shared.reduce_scatter(tensor, out, op)
+        return out
+    row, combine = prepare(tensor, op)
+    if size == 1:
+        out.copy_(row.view_as(out))
+    elif _has_backend(group) and not longer:
+        dist.reduce_scatter_single(out.view(-1), row, op=_REDUCE_OPS[op], group=_process_group(group))
+        finish(out, op, size)
+    else:
+        chunks = row.clone().tensor_split(size)
+        collect_chunks(chunks, group or context.transport(), combine)
+        finish(chunks[rank], op, size)
+        out.copy_(chunks[rank].view_as(out))
+    return out
+
+
+def all_gather(tensor: torch.Tensor, group: Transport | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Everyone's tensor, by rank: `result[r]` is rank r's; or all of them one after another in `out`.
+
+    Each rank gets n-1 tensors from the others. The ways are those of `allreduce`.
+    """
+    shared = _shared_memory(group) if tensor.is_cpu else None
+    rank, size = _place(group, shared)
+    if out is None:
+        out = tensor.new_empty(size, *tensor.shape)
+    else:
+        out = _check_room(out, size * tensor.numel(), tensor)
+    if shared is not None and size > 1:
+        shared.all_gather(tensor, out)
+        return out
+    row, _ = prepare(tensor, "sum")
+    if size == 1:
+        out.copy_(tensor.view_as(out))
+    elif _has_backend(group):
+        dist.all_gather_single(out.view(-1), row, group=_process_group(group))
+    else:
+        rows = list(out.view(size, -1))
+        rows[rank].copy_(row)
+        pass_chunks(rows, group or context.transport())
+    return out
+
+
+def all_to_all(tensor: torch.Tensor, group: Transport | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`result[r]` is what rank r has for me, `tensor[me]` of its own; the first dimension is the number of ranks.
+
+    Each rank gets (n-1)/n of a tensor from the others. The ways are those of `allreduce`.
+    """
+    shared = _shared_memory(group) if tensor.is_cpu else None
+    _, size = _place(group, shared)
+    if not tensor.dim() or tensor.shape[0] != size:
+        shape = " × ".join(map(str, tensor.shape)) or "a single number"
+        raise ValueError(f"all_to_all takes a tensor with a row for each of {size} ranks, not {shape}")
+    out = torch.empty_like(tensor) if out is None else _check_room(out, tensor.numel(), tensor)
+    if shared is not None and size > 1:
+        shared.all_to_all(tensor, out)
+        return out
+    row, _ = prepare(tensor, "sum")
+    if size == 1:
+        out.copy_(tensor.view_as(out))
+    elif _has_backend(group):
+        dist.all_to_all_single(out.view(-1), row, group=_process_group(group))
+    else:
+        swap_parts(list(row.view(size, -1)), list(out.view(size, -1)), group or context.transport())
+    return out
+
+
+def shared_empty(*shape: int, dtype: torch.dtype = torch.float32, group: Transport | None = None) -> torch.Tensor:
+    """A tensor that collectives read and combine where it lies. Every rank must call it, with the same shape and type.
+
+    `group`: for collectives among these ranks, each of whom must call it. Where ranks share no memory (between hosts,
+    on GPUs) it is an ordinary tensor, on the GPU if NCCL joins them.
+    """
+    shared = _shared_memory(group)
+    if group is None and isinstance(dist.group.WORLD, DlabGroup):
         return dist.group.WORLD.shared_empty(shape, dtype)
-    if fused is None:
-        return torch.empty(*shape, dtype=dtype, device=device() if dist.get_backend() == "nccl" else None)
-    return fused.empty(shape, dtype)
+    if shared is None:
+        return torch.empty(*shape, dtype=dtype, device=device() if _on_gpu() else None)
+    return shared.empty(shape, dtype)
 
 
-def _shared_memory() -> Fused | None:
-    """Made once for a process group, by all its ranks together. The backend `dlab` has its own."""
+def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
+    """Made once for a process group, or for a group of its ranks, by all its ranks together.
+
+    The backend `dlab` has its own. In a rehearsal there is none: messages are to be seen.
+    """
+    if group is not None:
+        return group.once(_connect) if group.processes and not _on_gpu() else None
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
     if world not in _memory:
-        _memory[world] = Fused.connect(TorchTransport()) if dist.get_backend() == "gloo" else None
+        _memory[world] = SharedCollectives.connect(TorchTransport()) if dist.get_backend() == "gloo" else None
     return _memory[world]
+
+
+def _connect(group: Transport) -> SharedCollectives | None:
+    return SharedCollectives.connect(group)
+
+
+def _place(group: Transport | None, shared: SharedCollectives | None) -> tuple[int, int]:
+    """This rank's number in the group, and how many there are. Asking torch takes longer than a small collective."""
+    known = group or shared
+    return (known.rank, known.size) if known is not None else (dist.get_rank(), dist.get_world_size())
+
+
+def _on_gpu() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def _has_backend(group: Transport | None) -> bool:
+    """Can torch.distributed's own collectives do it? Its groups number their ranks in ascending order."""
+    if group is None:
+        return True
+    return group.processes and dist.is_initialized() and list(group.members) == sorted(group.members)
+
+
+def _process_group(group: Transport | None) -> dist.ProcessGroup | None:
+    """That of torch.distributed with the same ranks, made once by all of them."""
+    return None if group is None else group.once(_new_group)
+
+
+def _new_group(group: Transport) -> dist.ProcessGroup:
+    return dist.new_group(list(group.members), use_local_synchronization=True)
+
+
+def _check_room(out: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
+    """`out`, if it can hold a result of so many numbers."""
+    if out.numel() != count or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        raise ValueError(
+            f"the result is {count} {like.dtype} on {like.device}, and out has room for {out.numel()} {out.dtype} on "
+            f"{out.device}{'' if out.is_contiguous() else ', with gaps between them'}: give a tensor that fits"
+        )
+    return out.detach() if out.requires_grad else out

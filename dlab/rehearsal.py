@@ -10,7 +10,7 @@ from typing import Any
 from dlab.events import Event
 from dlab.transports.base import Transport
 from dlab.transports.recorder import Recorder
-from dlab.transports.threads import Hall, ThreadTransport
+from dlab.transports.threads import ThreadTransport, ThreadWorld
 
 
 class Rehearsal(list[Any]):
@@ -32,25 +32,25 @@ def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"a rehearsal with {ranks!r} ranks is not possible: give a whole number, 1 or more")
-    hall, results, messages = Hall(ranks), [None] * ranks, list[Event]()
+    world, results, messages = ThreadWorld(ranks), [None] * ranks, list[Event]()
 
     def play(rank: int) -> None:
         def emit(kind: str, data: dict[str, Any]) -> None:
             messages.append(Event(time.time(), rank, kind, data))
 
         try:
-            results[rank] = fn(Recorder(ThreadTransport(hall, rank), emit))
-            hall.leave(rank)
+            results[rank] = fn(Recorder(ThreadTransport(world, rank), emit))
+            world.leave(rank)
         except BaseException as problem:
             if hasattr(problem, "add_note"):  # from Python 3.11 on
                 problem.add_note(f"on rank {rank}")
-            hall.fail(rank, problem)
+            world.fail(rank, problem)
 
     threads = [threading.Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if hall.broken is not None:
-        raise hall.broken
+    if world.broken is not None:
+        raise world.broken
     return Rehearsal(results, messages)

@@ -43,6 +43,23 @@ def chromium(server):
 
 
 @pytest.fixture(scope="module")
+def start_together(tmp_path_factory):
+    """Starts several scripts at once, because most of their time each of them imports torch, twice, on one core."""
+    from kernels import Script
+
+    started = []
+
+    def start(texts: dict[str, str]) -> dict[str, "Script"]:
+        scripts = {name: Script(tmp_path_factory.mktemp("script"), text) for name, text in texts.items()}
+        started.extend(scripts.values())
+        return scripts
+
+    yield start
+    for script in started:
+        script.close()
+
+
+@pytest.fixture(scope="module")
 def cluster(request):
     """One for all tests of a file; as many workers as its `WORKERS` says, else two."""
     import dlab

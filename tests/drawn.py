@@ -68,3 +68,28 @@ def failed():
         (3, "stopped", ""),
     ]
     return [*trained(), *(state(rank, name, why, 110.0) for rank, name, why in states)]
+
+
+def logged(rank=0, **columns):
+    """An event for each place in the columns."""
+    count = len(next(iter(columns.values())))
+    return [
+        dlab.Event(100.0 + place, rank, "log", {name: values[place] for name, values in columns.items()})
+        for place in range(count)
+    ]
+
+
+def named(name):
+    """Every kind of event, with this for a name."""
+    message = {"source": 0, "destination": 1, "bytes": 4, "start": 1.0, "end": 2.0, "phase": name, "step": 0}
+    gradient = {"step": 0, "layer": name, "stage": "computed"}
+    return [
+        dlab.Event(1.0, 0, "state", {"state": "failed", "why": name}),
+        dlab.Event(1.0, 1, "state", {"state": "running", "why": "", "name": name}),
+        dlab.Event(1.0, 0, "message", message),
+        dlab.Event(1.0, 0, "gradients", {"step": 0, "norms": {name: 1.0}}),
+        dlab.Event(1.0, 0, "gradient", gradient),
+        dlab.Event(1.0, 0, "shard", {"name": name, "samples": 3, "histogram": [1, 2], "labels": [name, 1]}),
+        dlab.Event(1.0, 0, "slice", {"tensor": name, "shape": [4], "slice": [[0, 4]]}),
+        *logged(0, step=[name, 1, 2], loss=[1.0, 2.0, 3.0], samples=[1, 1, 1], compute=[0.1] * 3, staleness=[[0]] * 3),
+    ]

@@ -7,6 +7,9 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -16,6 +19,8 @@ from typing import Any, NamedTuple
 
 import psutil
 from jupyter_client import KernelManager
+
+PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for `import trouble`
 
 
 class Cell(NamedTuple):
@@ -192,3 +197,46 @@ def seconds_until_gone(processes: Iterable[psutil.Process | int], limit: float =
         assert time.monotonic() - start < limit, f"still there after {limit} s: {left}"
         time.sleep(0.01)
     return time.monotonic() - start
+
+
+def left_in(directory: Path) -> list[str]:
+    return [entry.name for entry in directory.iterdir() if entry.name.startswith(("dlab-", "pymp-", "torch_"))]
+
+
+def expect_nothing_left(family: Iterable[psutil.Process | int], directory: Path, what: str) -> None:
+    seconds = seconds_until_gone(family)
+    print(f"{what}: all gone after {seconds:.2f} s (promised: 1 s)")
+    assert seconds < 3
+    eventually(lambda: not left_in(directory), seconds=3)
+
+
+class Script:
+    """A script that runs as `python script.py`."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        script, self._home = folder / "script.py", folder / "tmp"
+        script.write_text(textwrap.dedent(text))
+        self._home.mkdir()
+        environment = {**os.environ, "TMPDIR": str(self._home), "PYTHONPATH": PATH}
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def finish(self, end: signal.Signals | None = None) -> subprocess.CompletedProcess:
+        """Wait for its end, or end it as soon as it is ready; afterwards nothing of it is left."""
+        process, family = self._process, []
+        if end is not None:
+            line = process.stdout.readline()
+            assert line == "ready\n", line or process.communicate()[1]
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 3
+            process.send_signal(end)
+        out, err = process.communicate(timeout=60)
+        family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
+        expect_nothing_left(family, self._home, "a script")
+        assert os.listdir(self._home) == []
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()

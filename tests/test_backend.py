@@ -4,11 +4,13 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.data import TensorDataset
 
 import dlab
 import dlab.backend
@@ -90,7 +92,7 @@ def _movements():
     return found
 
 
-def _letters():
+def _messages():
     rank, after, before = dist.get_rank(), (dist.get_rank() + 1) % RANKS, (dist.get_rank() - 1) % RANKS
     large = torch.empty(1_000_000)
     works = dist.batch_isend_irecv(
@@ -150,7 +152,7 @@ def _assert_same(found, expected):
             assert found[name] == value, name
 
 
-@pytest.mark.parametrize("work", [_reductions, _movements, _letters, _groups_and_works])
+@pytest.mark.parametrize("work", [_reductions, _movements, _messages, _groups_and_works])
 def test_gives_what_gloo_gives(cluster, gloo, work):
     for found, expected in zip(cluster.run(work, timeout=60), gloo.run(work, timeout=60), strict=True):
         _assert_same(found, expected)
@@ -201,7 +203,7 @@ def _train(model, module):
 
 def _ddp():
     torch.manual_seed(dlab.rank())  # DDP itself makes them equal
-    model = torch.nn.parallel.DistributedDataParallel(dlab.SimpleCNN(), bucket_cap_mb=0.1)
+    model = torch.nn.parallel.DistributedDataParallel(dlab.SmallCNN(), bucket_cap_mb=0.1)
     _train(model, model)
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -322,6 +324,47 @@ def test_shared_memory_and_dlab_allreduce_work_on_it(cluster):
     assert cluster.run(_shared, timeout=60) == [([6.0], [6.0])] * RANKS
 
 
+def _ports(cluster):
+    """On which each worker takes TCP connections: sockets in the state LISTEN (0A) of which it has a handle."""
+    found = []
+    for pid in cluster.pids:
+        handles = [handle for handle in Path(f"/proc/{pid}/fd").iterdir() if handle.is_socket()]
+        held = {handle.stat().st_ino for handle in handles}
+        table = "".join(Path(f"/proc/{pid}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+        rows = [line.split() for line in table.splitlines()]
+        found.append([row[1] for row in rows if row[3] == "0A" and int(row[9]) in held])
+    return found
+
+
+def _one_layer():
+    return torch.nn.Linear(4, 2)
+
+
+STRATEGIES = [
+    dlab.SyncSGD(),
+    dlab.AllReduceSGD(),
+    dlab.AllReduceSGD(sharded_update=True),
+    dlab.ModelAveraging(),
+    dlab.AsyncSGD(),
+    dlab.DDP(),
+    dlab.ParameterServer("async", servers=0),
+    dlab.ParameterServer(),
+    dlab.ParameterServer("ssp"),
+]
+
+
+def test_no_port_is_open_that_another_account_could_connect_to(cluster, gloo):
+    """On a shared machine gloo's are open to all accounts."""
+    samples = TensorDataset(torch.randn(16, 4), torch.zeros(16, dtype=torch.long))
+    with dlab.Cluster(2, servers=1, backend="dlab") as served:
+        for strategy in STRATEGIES:
+            on = served if strategy.servers else cluster
+            for elastic in {False, strategy.elastic}:
+                dlab.train(_one_layer, samples, strategy, batch_size=8, elastic=elastic, on=on).wait(60)
+            assert not any(_ports(on)), strategy
+    assert all(_ports(gloo))  # the test would notice
+
+
 def _call(bad):
     bad(dlab.rank())
 
@@ -409,12 +452,12 @@ def _as_if_on_hosts_of_their_own(file, works):
     dist.destroy_process_group()
     shared._host = lambda: f"host {rank}"
     dist.init_process_group("dlab", store=dist.FileStore(file, RANKS), rank=rank, world_size=RANKS)
-    assert dist.group.WORLD._fused is None
+    assert dist.group.WORLD._shared is None
     return [work() for work in works]
 
 
 def test_between_hosts_gloo_carries_the_messages(gloo, tmp_path):
-    works = [_reductions, _movements, _letters, _groups_and_works, _ddp]
+    works = [_reductions, _movements, _messages, _groups_and_works, _ddp]
     with dlab.Cluster(RANKS, backend="gloo") as cluster:
         results = cluster.run(_as_if_on_hosts_of_their_own, str(tmp_path / "store"), works, timeout=100)
     for expected in zip(*[gloo.run(work, timeout=60) for work in works], strict=True):

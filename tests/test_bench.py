@@ -49,7 +49,7 @@ def test_reading_is_measured_on_the_same_data():
 
 
 def test_what_spawned_processes_import_again_is_light():
-    heavy = {"torch", "numpy", "cloudpickle", "dlab.processes.cluster"}
+    heavy = {"torch", "numpy", "cloudpickle", "dlab.processes.parent.cluster"}
     check = f"import sys, dlab.bench.__main__; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"
@@ -79,6 +79,18 @@ def test_a_broken_measurement_is_a_failure_and_the_others_are_shown(three_rows, 
     out, err = capsys.readouterr()
     assert "this one breaks" in err
     assert [line.split("  ")[0] for line in out.splitlines() if "8 ms" in line] == ["first good", "second good"]
+
+
+def test_only_a_whole_run_writes_the_page(three_rows, monkeypatch, tmp_path, capsys):
+    page = tmp_path / "RESULTS.md"
+    monkeypatch.setattr(bench, "PAGE", page)
+    assert bench.main(["-k", "first"]) == 0 and bench.main([]) == 1  # a part, and one that broke
+    assert not page.exists()
+    del rows.REGISTERED["bad"]
+    assert bench.main(["--quick"]) == 0
+    assert not page.exists()
+    assert bench.main([]) == 0
+    assert "| second good | 2 ms | 9 ms |" in page.read_text() and str(page) in capsys.readouterr().err
 
 
 def test_an_unknown_word_is_answered_with_the_names(three_rows, capsys):
@@ -183,15 +195,16 @@ ROWS = [
 ]
 
 
-def test_markdown_has_every_row():
-    lines = table.as_markdown(ROWS, "a machine").splitlines()
+def test_the_page_has_every_row():
+    lines = table.as_page(ROWS, "a machine").splitlines()
+    assert "Measured on a machine." in lines
+    lines = lines[lines.index("Measured on a machine.") + 2 :]
     assert lines[2:5] == [
         "| a warm run | 1.23 ms | 4321 ms | 3502x | at least 300x | met | five rounds |",
         "| memory | 37 MB | 159 MB | 23.3 % | at most 30 % | met |  |",
         "| for information | 0.00123 s | 2 s | 1626x | - | - |  |",
     ]
     assert len({line.count("|") for line in lines[:5]}) == 1
-    assert lines[-1] == "Measured on a machine."
 
 
 def test_text_has_aligned_columns_and_the_notes():

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from dlab.bench import servers
-from dlab.bench.servers import Design, Member, Worker, alone, by_gloo, by_lean_rpc, by_rpc, flat
+from dlab.bench.servers import Design, Member, TrainingWorker, alone, by_gloo, by_lean_rpc, by_rpc, flat
 
 STEPS, BATCH = 5, 4
 SERVERS = [by_rpc, by_lean_rpc, by_gloo]
@@ -44,20 +44,20 @@ def never_end(member: Member) -> None:
 
 def keeping_sums(design: Design, sums: torch.Tensor, member: Member) -> None:
     """A design whose workers also add up their gradients, each in a row of `sums`."""
-    backward = Worker.backward
+    backward = TrainingWorker.backward
 
-    def backward_and_add(worker: Worker) -> list[torch.Tensor]:
+    def backward_and_add(worker: TrainingWorker) -> list[torch.Tensor]:
         gradients = backward(worker)
         sums[member.rank] += torch.cat([gradient.flatten() for gradient in gradients])
         return gradients
 
-    Worker.backward = backward_and_add
+    TrainingWorker.backward = backward_and_add
     design(member)
 
 
 def after_plain_sgd() -> torch.Tensor:
     """The weights that one process has after what one worker does."""
-    worker = Worker(0, BATCH)
+    worker = TrainingWorker(0, BATCH)
     optimizer = torch.optim.SGD(worker.parameters, lr=0.01)
     for _ in range(servers.WARM_UP + 1 + STEPS):
         worker.backward()
@@ -87,7 +87,7 @@ def test_every_gradient_of_every_worker_is_applied_once(forked, design):
 
 
 def test_the_batches_of_workers_differ_and_are_the_same_each_time():
-    first, again, second = (next(Worker(rank, BATCH).batches) for rank in (0, 0, 1))
+    first, again, second = (next(TrainingWorker(rank, BATCH).batches) for rank in (0, 0, 1))
     assert first[0].shape == (BATCH, 1, 28, 28)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     assert not torch.equal(first[0], second[0])
@@ -95,7 +95,7 @@ def test_the_batches_of_workers_differ_and_are_the_same_each_time():
 
 def test_updates_are_counted_from_the_first_begin_to_the_last_end():
     moments = torch.tensor([[10.0, 13.0], [11.0, 14.0]], dtype=torch.float64)
-    assert servers.Outcome(moments, torch.tensor(0), torch.empty(0), steps=6).per_second == 2 * 6 / 4
+    assert servers.Timing(moments, torch.tensor(0), torch.empty(0), steps=6).per_second == 2 * 6 / 4
 
 
 @pytest.mark.parametrize("updates", ["rpc_updates", "lean_rpc_updates", "gloo_updates", "alone_updates"])
@@ -104,7 +104,7 @@ def test_what_the_rows_call_gives_a_number(monkeypatch, updates):
 
     def run(design, *arguments):
         asked.extend([design, *arguments])
-        return servers.Outcome(torch.tensor([[0.0, 2.0]]), torch.tensor(0), torch.empty(0), steps=10)
+        return servers.Timing(torch.tensor([[0.0, 2.0]]), torch.tensor(0), torch.empty(0), steps=10)
 
     monkeypatch.setattr(servers, "run", run)
     assert getattr(servers, updates)(1, 32, 10) == 5
@@ -128,7 +128,7 @@ def test_what_a_worker_raises_arrives_and_nobody_stays(forked):
 
 
 def test_who_does_not_end_is_ended(forked, monkeypatch):
-    monkeypatch.setattr(servers, "PATIENCE", 1)
+    monkeypatch.setattr(servers, "TIME_LIMIT", 1)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(TimeoutError, match="never_end: 2 workers took more than 1 s"):
         servers.run(never_end, 2, BATCH, STEPS)

@@ -4,20 +4,22 @@ import io
 
 import numpy as np
 import pytest
-from drawn import apart, exploded, failed, trained
+from drawn import apart, exploded, failed, logged, named, trained
 from kernels import eventually
 from PIL import Image
 
 pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[test]'")
 
 
-from dlab.views import LossCurves, Staleness, Throughput, Timeline
+import dlab
+from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Staleness, Throughput, Timeline
 from dlab.views.page import write_page
 from dlab.views.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness)
+ALL = (*VIEWS, GradientFlow, Messages, ShardView)
 RUNS = {"four": trained, "one": lambda: trained(1), "many": lambda: trained(64), "apart": apart, "failed": failed}
 RUNS |= {"exploded": exploded, "delayed": lambda: trained(delayed=2)}
 # Notes every text that is drawn: where its corners are on the canvas, and whether it was squeezed.
@@ -76,7 +78,7 @@ def show(chromium, tmp_path):
 
     def open_page(events, *views, width=980, dark=False):
         drawn = [view(events) for view in views or VIEWS]
-        parts = [part for view in drawn if not view.empty for part in view.parts]
+        parts = [part for view in drawn if not view.empty or view.left_out for part in view.parts]
         (tmp_path / "page.html").write_text(write_page(parts, "test"))
         scheme = "dark" if dark else "light"
         context = chromium.page(viewport={"width": width, "height": 650}, color_scheme=scheme)
@@ -152,7 +154,84 @@ def test_ranks_that_were_done_first_are_in_the_timeline_and_delay_has_a_colour(s
 def test_an_exploding_loss_leaves_the_curve_before_it_readable(show):
     found = [text["text"] for text in texts(show(exploded(), LossCurves))]
     assert {"2", "4"} <= set(found)  # on the axis
-    assert "▲" in found and "▲ up to 2.6e+08, ✕ not finite from step 58" in found
+    said = " ".join(text for text in found if len(text) > 1)
+    assert "▲" in found and LossCurves(exploded()).note() in said
+
+
+@pytest.mark.parametrize("name", ["<!--<script>", "</script><b>", "\u2028&lt;'\""])
+def test_a_page_is_drawn_whatever_the_names_in_it_are(show, name):
+    page = show(named(name), *ALL)
+    assert page.locator("figure[data-drawn]").count() == len(ALL) and page.locator("body > *").count() <= 2
+    seen = " ".join(name.split())  # a line's end is written as a space
+    assert any(seen in text["text"] for text in texts(page) if text["view"] == "shards")
+    runs = LossCurves({name: named(name), "other": named("x")})
+    assert seen in [text["text"] for text in texts(show({name: named(name), "other": named("x")}, LossCurves))]
+    assert seen in str(runs)
+
+
+def test_numbers_of_all_sizes_are_drawn_and_what_is_left_out_is_told(show):
+    nan, inf = float("nan"), float("inf")
+    odd = logged(0, step=[5, -3, 2.5, "x"], loss=[-1.0, nan, 1e300, 10**400], samples=[1, 2, inf, "x"])
+    odd += logged(1, step=[nan, inf, 10**400, None], loss=[nan, inf, -inf, None], compute=[0.1, nan, 0.2, inf])
+    page = show(odd, LossCurves, Throughput, Timeline)
+    assert "Loss: 1 event left out: its loss is no number" in page.locator("figcaption").all_text_contents()
+    nothing = [dlab.Event(1.0, 0, kind, {}) for kind in ("message", "gradients", "shard", "slice", "state")]
+    page = show([*nothing, *logged(0, loss=["x"], samples=["x"], wait=["x"], staleness=["x"])], *ALL)
+    captions = page.locator("figcaption").all_text_contents()
+    assert len(captions) == len(ALL) and all("left out" in caption for caption in captions)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_where_a_loss_breaks_there_is_a_cross_and_a_sentence(show, dark):
+    broken = [
+        event for rank in range(2) for event in logged(rank, step=range(20), loss=[2.0] * 12 + [float("nan")] * 8)
+    ]
+    page = show(broken, LossCurves, width=380, dark=dark)
+    found = texts(page)
+    said = " ".join(text["text"] for text in found)
+    assert "the loss of rank 0 and rank 1 is not a number since step 12: is the learning rate too large?" in said
+    (cross, _) = [text for text in found if text["text"] == "✕"]
+    middle = (cross["left"] + cross["right"]) / 2
+    ends = [text for text in found if text["text"] in ("10", "15")]
+    assert ends[0]["left"] < middle < ends[1]["right"] and 0.2 < cross["top"] / cross["height"] < 0.8
+
+
+BREAKS = """
+import math, time
+import dlab
+cluster = dlab.cluster(2)
+
+def work():
+    for step in range(40):
+        time.sleep(0.02)
+        loss = math.nan if dlab.rank() == 1 and step >= 12 else 1 / (step + 1)
+        dlab.log(step=step, loss=loss, samples=32, compute=0.01, wait=0.01, staleness=1)
+        dlab.log(step=step, loss=10**400 if step > 30 else "much")
+    while not dlab.knob("enough", False):
+        time.sleep(0.02)
+"""
+
+
+def test_a_run_whose_loss_breaks_keeps_its_panel_and_has_a_still(server, chromium):
+    name = server.write("breaks.ipynb", BREAKS, "run = cluster.start(work)\nrun")
+    said = "the loss of rank 1 is not a number since step 12"
+    with chromium.notebook(name) as notebook:
+        notebook.run_cell(0)
+        notebook.run_cell(1)
+        panel = notebook.output(1)
+        curves = panel.locator("figure[data-view=curves]")
+        eventually(lambda: said in (curves.locator("canvas").get_attribute("aria-label") or ""))
+        eventually(lambda: "62 events left out: their loss is no number" in curves.locator("figcaption").text_content())
+        assert panel.locator("figure[data-view=staleness]").count() == 1
+        notebook.ask("run.set('enough', True)")
+        notebook.ask("run.wait(30) and None")
+        still = panel.locator("iframe")
+        still.wait_for(state="attached")
+        alts = panel.locator("img").evaluate_all("(all) => all.map((one) => one.alt)")
+        assert any(said in alt for alt in alts)
+        inside = panel.frame_locator("iframe").locator("figure[data-view=curves][data-drawn] canvas")
+        assert said in inside.get_attribute("aria-label")
+        assert notebook.failures() == [] and notebook.errors == []
 
 
 def test_thin_curves_can_be_seen_in_the_dark(show):

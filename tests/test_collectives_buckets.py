@@ -8,7 +8,7 @@ import torch
 
 import dlab
 from dlab.collectives.buckets import Buckets
-from dlab.collectives.fused import Fused
+from dlab.collectives.shared_allreduce import SharedAllReduce
 
 RANKS = 3
 PIECES = [(700, 1000), (100, 700), (99, 100), (0, 99)]
@@ -25,12 +25,12 @@ def _content(rank, turn, dtype=torch.float64):
 
 
 def _reduce(dtype, spread, turns=20, order=None):
-    fused = Fused.connect(dlab.transport())
-    flat = fused.empty((1000,), dtype)
-    buckets = Buckets(fused, flat, PIECES, "mean", spread)
-    dice, found = random.Random(fused.rank), []
+    shared = SharedAllReduce.connect(dlab.transport())
+    flat = shared.empty((1000,), dtype)
+    buckets = Buckets(shared, flat, PIECES, "mean", spread)
+    dice, found = random.Random(shared.rank), []
     for turn in range(turns):
-        content = _content(fused.rank, turn, dtype)
+        content = _content(shared.rank, turn, dtype)
         for piece in order or range(len(PIECES)):
             begin, end = PIECES[piece]
             flat[begin:end] = content[begin:end]
@@ -41,7 +41,7 @@ def _reduce(dtype, spread, turns=20, order=None):
         parts = [buckets.part(piece).clone() for piece in range(len(PIECES))]
         found.append(flat.clone() if spread else parts)
         if not spread:
-            fused.table.meet()
+            shared.table.meet()
     return found
 
 
@@ -72,12 +72,12 @@ def test_pieces_may_get_ready_in_another_order(cluster):
 
 def _early():
     """Rank 0 says that its pieces are ready long before the others do: it must not wait there."""
-    fused = Fused.connect(dlab.transport())
-    flat = fused.empty((1000,), torch.float64)
-    buckets = Buckets(fused, flat, PIECES, "sum")
-    flat.fill_(fused.rank)
+    shared = SharedAllReduce.connect(dlab.transport())
+    flat = shared.empty((1000,), torch.float64)
+    buckets = Buckets(shared, flat, PIECES, "sum")
+    flat.fill_(shared.rank)
     ready = 0.0
-    if fused.rank == 0:
+    if shared.rank == 0:
         for piece in range(len(PIECES)):
             buckets.ready(piece)
         ready = time.monotonic()
@@ -95,8 +95,8 @@ def test_to_be_ready_never_waits(cluster):
 
 
 def test_a_tensor_that_is_not_shared_is_refused():
-    def work(wire):
-        Buckets(Fused.connect(wire), torch.zeros(10), [(0, 10)], "sum")
+    def work(transport):
+        Buckets(SharedAllReduce.connect(transport), torch.zeros(10), [(0, 10)], "sum")
 
     with pytest.raises(ValueError, match="make it with shared_empty"):
         dlab.rehearse(work, ranks=2)

@@ -70,6 +70,7 @@ def serve(monkeypatch):
 
     def start(folder):
         server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+        server.handle_error = lambda *_: None  # who asks may go before all has come
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}/"
@@ -112,6 +113,58 @@ def test_the_readme_says_origin_and_licence():
     text = (REPOSITORY / "data" / "README.md").read_text()
     for word in ("LeCun", "Cortes", "Burges", "CC BY-SA 3.0", *SUMS.values()):
         assert word in text
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_sizes_are_those_of_the_real_files(name):
+    assert files.SIZES[name] == len(gzip.decompress((PACKED / f"{name}.gz").read_bytes()))
+
+
+BOMB = """
+import resource, sys
+from dlab.data import describe, mnist
+limit = 20 * 1024**2  # of any file that is written: a process that writes more is killed
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    mnist(train=False)
+except ValueError as problem:
+    print(problem)
+print(describe())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, "kB")
+"""
+
+
+def test_a_gzip_bomb_is_cut_off_at_the_known_size(copy, cache):
+    """300 MB of zeros in 300 kB. They are neither unpacked into memory nor onto the disk."""
+    bomb = copy / f"{TEST_IMAGES}.gz"
+    with gzip.open(bomb, "wb", compresslevel=1) as file:
+        for _ in range(300):
+            file.write(bytes(1_000_000))
+    assert bomb.stat().st_size < 3_000_000
+    done = subprocess.run([sys.executable, "-c", BOMB], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    sentence, *lines, memory = done.stdout.splitlines()
+    assert sentence.startswith(f"{bomb} is damaged: unpacked, its sha256 must be {SUMS[TEST_IMAGES]}, found more than ")
+    assert "the 7,840,016 bytes that it must have" in sentence and "git checkout -- data/mnist" in sentence
+    assert [TEST_IMAGES in line for line in lines if "DAMAGED" in line] == [True]
+    assert int(memory.split()[0]) < 60_000
+    assert not leftovers(cache)
+
+
+def test_one_byte_too_many_is_too_many(copy):
+    content = gzip.decompress((copy / f"{TEST_IMAGES}.gz").read_bytes())
+    (copy / f"{TEST_IMAGES}.gz").write_bytes(gzip.compress(content + b"x", 1))
+    with pytest.raises(ValueError, match="found more than the 7,840,016 bytes"):
+        mnist(train=False)
+
+
+def test_a_mirror_that_sends_without_end_is_left(tmp_path, serve):
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "train-images-idx3-ubyte.gz").write_bytes(bytes(60_000_000))
+    with pytest.raises(ConnectionError, match="it must have less than 47,040,016 bytes, and there are more"):
+        download(tmp_path / "here", mirrors=[serve(tmp_path / "mirror")], report=lambda line: None)
+    assert not list((tmp_path / "here" / "mnist").iterdir())
 
 
 # -------------------------------------------------------------------------------------------- where they are sought

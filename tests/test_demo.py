@@ -22,7 +22,7 @@ def cluster():
 
 def _train_in_one_process(ranks, steps):
     torch.manual_seed(1234)
-    model = dlab.SimpleCNN()
+    model = dlab.SmallCNN()  # without dropout
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     shards = [islice(partition_dataset(rank, ranks)[0], steps) for rank in range(ranks)]
     for batches in zip(*shards, strict=True):
@@ -34,10 +34,19 @@ def _train_in_one_process(ranks, steps):
 
 
 def test_four_workers_equal_one_process_and_each_other(cluster):
-    models = cluster.run(train, average_gradients, 5)
+    models = cluster.run(train, average_gradients, 5, make=dlab.SmallCNN)
     weights = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in models]
     assert all(torch.equal(each, weights[0]) for each in weights)
     assert torch.allclose(weights[0], _train_in_one_process(4, 5), atol=1e-6)
+
+
+def test_every_rank_prints_the_mean_loss_of_each_epoch(cluster, capfd):
+    run = cluster.start(train, average_gradients, 3, make=dlab.TwoLayer)
+    run.wait(60)
+    printed = capfd.readouterr().out
+    for rank in range(4):
+        losses = [event.data["loss"] for event in run.events if event.kind == "log" and event.rank == rank]
+        assert f"Rank {rank}, epoch 0: {sum(losses) / 3:.2f}\n" in printed
 
 
 def test_without_averaging_the_workers_drift_apart(cluster):
@@ -47,7 +56,7 @@ def test_without_averaging_the_workers_drift_apart(cluster):
 
 def test_accuracy_is_the_share_of_test_images_it_gets_right():
     torch.manual_seed(0)
-    model = dlab.SimpleCNN()
+    model = dlab.SimpleCNN().eval()
     test = dlab.mnist(train=False)
     right = 0
     with torch.no_grad():
@@ -56,6 +65,7 @@ def test_accuracy_is_the_share_of_test_images_it_gets_right():
             right += sum(
                 row.index(max(row)) == label for row, label in zip(model(images).tolist(), labels.tolist(), strict=True)
             )
+    model.train()
     assert accuracy(model) == pytest.approx(right / 10_000)
 
 

@@ -1,5 +1,6 @@
 """Events: a ring that never blocks its writer and counts what it cannot hold, and files of JSON lines."""
 
+import gc
 import json
 import math
 import mmap
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -182,6 +184,58 @@ def test_a_line_that_is_no_event_is_named(tmp_path, line):
     with pytest.raises(ValueError, match=r"run\.jsonl, line 2, is not an event .*: each line must be") as error:
         dlab.load_events(path)
     assert "\n" not in str(error.value)
+
+
+GOOD = b'{"time": 1.0, "rank": 0, "kind": "log", "data": {}}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"time": 1.0, "rank": 0, "kind": "log", "data": {"name": "\xff\xfe"}}\n', "it is no text in UTF-8"),
+        (b"[" * 200_000 + b"\n", "it is nested too deeply"),
+        (b'{"time": 1.0, "rank": 0, "kind": "lo', "The file ends in the middle of it"),
+        (b"\x7fELF\x02\x01\x00\xff\n", "it is no text in UTF-8"),
+        (b"\n", "no JSON"),
+        (b'{"time": "now", "rank": 0, "kind": "log", "data": {}}\n', "time must be a number"),
+        (b'{"time": 1.0, "rank": 0.5, "kind": "log", "data": {}}\n', "rank a whole number"),
+        (b'{"time": 1.0, "rank": 0, "kind": "log", "data": []}\n', "data an object"),
+        (b'{"time": 1.0, "rank": 0, "kind": 3, "data": {}}\n', "there must be time, rank, kind and data"),
+        (GOOD.strip() + b", " + GOOD, "no JSON: Extra data"),
+        (b'{"a": [1\n2]}\n', "no JSON"),
+    ],
+)
+def test_whatever_a_file_holds_one_sentence_names_the_line(tmp_path, line, why):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(GOOD * 1500 + line)
+    with pytest.raises(ValueError, match=r"run\.jsonl, line 1501, is not an event \(.*\): each line") as error:
+        dlab.load_events(path)
+    assert why in str(error.value) and len(str(error.value)) < len(str(path)) + 300 and "\n" not in str(error.value)
+    assert gc.isenabled()
+
+
+def test_a_folder_is_no_file_of_events_and_an_empty_file_has_none(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"is a folder: give the file that run\.save\(\) wrote"):
+        dlab.load_events(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    assert dlab.load_events(tmp_path / "empty.jsonl") == []
+
+
+def test_many_events_take_little_more_than_themselves(tmp_path):
+    """The names of what was logged are held once, not once for each line."""
+    events = [Event(float(step), 0, "log", {"a name of some length": step / 7}) for step in range(20_000)]
+    save_events(events, tmp_path / "run.jsonl")
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        loaded = dlab.load_events(tmp_path / "run.jsonl")
+        held, most = (each - before for each in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert loaded == events
+    alone = sys.getsizeof(events[0]) + sys.getsizeof(events[0].data) + 2 * sys.getsizeof(1.0) + 2 * 16 + 8
+    assert held / len(events) < 1.2 * alone
+    assert most < held + 4e6
 
 
 # ------------------------------------------------------------------------------------- outside a worker

@@ -13,7 +13,7 @@ import dlab
 from dlab import kvstore
 from dlab.exercises import calling, check_update
 from dlab.exercises.updates import MOMENTUM, RATE, with_momentum
-from dlab.kvstore.updates import Optimizing, recipe
+from dlab.kvstore.optimizers import ServerOptimizer, recipe
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -334,7 +334,7 @@ def by_the_checker(key, gradient, stored, state):
 
 
 def by_the_servers(key, gradient, stored, state):
-    optimizer = state.setdefault("sgd", Optimizing(recipe("sgd", lr=0.1, momentum=0.9)))
+    optimizer = state.setdefault("sgd", ServerOptimizer(recipe("sgd", lr=0.1, momentum=0.9)))
     optimizer(key, gradient, stored)
 
 
@@ -373,7 +373,7 @@ WRONG = [
     (with_momentum, "with one key, this calls dlab's own with_momentum, which is the answer: write the two lines"),
     (
         by_the_servers,
-        "with one key, this calls dlab's own Optimizing.__call__, which is the answer: write the two lines",
+        "with one key, this calls dlab's own ServerOptimizer.__call__, which is the answer: write the two lines",
     ),
     (nothing, "with one key, push 1 has not changed stored: write into the tensor that the server holds"),
     (returned, "push 1 has not changed stored, and what it returns nobody takes: write into the tensor"),

@@ -48,15 +48,15 @@ def step(function):
 @strategy
 def parameter_by_parameter(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
-        parameter.grad /= self.wire.size
+        ring_allreduce(parameter.grad, self.transport)
+        parameter.grad /= self.transport.size
 
 
 @strategy
 def all_at_once(self):
     gradients = [parameter.grad for parameter in self.model.parameters()]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    ring_allreduce(flat, self.wire, op="mean")
+    ring_allreduce(flat, self.transport, op="mean")
     for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 
@@ -64,8 +64,8 @@ def all_at_once(self):
 @strategy
 def divided_first(self):
     for parameter in self.model.parameters():
-        parameter.grad /= self.wire.size
-        ring_allreduce(parameter.grad, self.wire)
+        parameter.grad /= self.transport.size
+        ring_allreduce(parameter.grad, self.transport)
 
 
 @strategy
@@ -93,7 +93,7 @@ def all_at_once_in_the_background(self):
     works = [dist.all_reduce(each.grad, async_op=True) for each in self.model.parameters()]
     for work, parameter in zip(works, self.model.parameters(), strict=True):
         work.wait()
-        parameter.grad /= self.wire.size
+        parameter.grad /= self.transport.size
 
 
 @strategy
@@ -122,19 +122,19 @@ def by_the_transport_of_dlab(self):
 def by_the_fastest(self):
     for parameter in self.model.parameters():
         dlab.allreduce(parameter.grad)
-        parameter.grad /= self.wire.size
+        parameter.grad /= self.transport.size
 
 
 @strategy
 def by_hand(self):
     """In the same order everywhere."""
-    wire = self.wire
+    transport = self.transport
     for parameter in self.model.parameters():
-        parts = [parameter.grad.clone() for _ in range(wire.size)]
-        for distance in range(1, wire.size):
-            to, source = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
-            wire.exchange(parameter.grad, to, parts[source], source)
-        parameter.grad = sum(parts) / wire.size
+        parts = [parameter.grad.clone() for _ in range(transport.size)]
+        for distance in range(1, transport.size):
+            to, source = (transport.rank + distance) % transport.size, (transport.rank - distance) % transport.size
+            transport.exchange(parameter.grad, to, parts[source], source)
+        parameter.grad = sum(parts) / transport.size
 
 
 @step
@@ -142,7 +142,7 @@ def cleared_afterwards(self):
     start = time.perf_counter()
     for group in self.optimizer.param_groups:
         for parameter in group["params"]:
-            ring_allreduce(parameter.grad, self.wire, op="mean")
+            ring_allreduce(parameter.grad, self.transport, op="mean")
     waited = time.perf_counter() - start
     self.optimizer.step()
     self.optimizer.zero_grad()
@@ -157,20 +157,20 @@ class Own(Strategy):
 
     def step(self):
         for parameter in self.model.parameters():
-            ring_allreduce(parameter.grad, self.wire)
-            parameter.grad *= self.scale / self.wire.size
+            ring_allreduce(parameter.grad, self.transport)
+            parameter.grad *= self.scale / self.transport.size
         self.optimizer.step()
         return {"wait": 0.0, "more": 1}
 
 
 class WithABegin(Strategy):
-    def begin(self, model, optimizer, wire):
+    def begin(self, model, optimizer, transport):
         self.parameters = list(model.parameters())
-        return super().begin(model, optimizer, wire)
+        return super().begin(model, optimizer, transport)
 
     def step(self):
         for parameter in reversed(self.parameters):
-            ring_allreduce(parameter.grad, self.wire, op="mean")
+            ring_allreduce(parameter.grad, self.transport, op="mean")
         self.optimizer.step()
         return {"wait": 0}
 
@@ -236,61 +236,61 @@ def alone(self):
 @strategy
 def sum_of_all(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
+        ring_allreduce(parameter.grad, self.transport)
 
 
 @strategy
 def divided_under_another_name(self):
     for parameter in self.model.parameters():
         gradient = parameter.grad
-        ring_allreduce(gradient, self.wire)
-        gradient = gradient / self.wire.size
+        ring_allreduce(gradient, self.transport)
+        gradient = gradient / self.transport.size
 
 
 @strategy
 def divided_twice(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
-        parameter.grad /= self.wire.size
+        ring_allreduce(parameter.grad, self.transport, op="mean")
+        parameter.grad /= self.transport.size
 
 
 @strategy
 def multiplied(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
-        parameter.grad *= self.wire.size
+        ring_allreduce(parameter.grad, self.transport)
+        parameter.grad *= self.transport.size
 
 
 @strategy
 def only_divided(self):
     for parameter in self.model.parameters():
-        parameter.grad /= self.wire.size
+        parameter.grad /= self.transport.size
 
 
 @strategy
 def no_biases(self):
     for parameter in self.model.parameters():
         if parameter.dim() > 1:
-            ring_allreduce(parameter.grad, self.wire, op="mean")
+            ring_allreduce(parameter.grad, self.transport, op="mean")
 
 
 @strategy
 def all_but_the_first(self):
     for parameter in list(self.model.parameters())[1:]:
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
 
 
 @strategy
 def from_rank_0(self):
     for parameter in self.model.parameters():
-        broadcast(parameter.grad, self.wire)
+        broadcast(parameter.grad, self.transport)
 
 
 @strategy
 def for_rank_0(self):
     for parameter in self.model.parameters():
-        reduce(parameter.grad, self.wire)
-        parameter.grad /= self.wire.size
+        reduce(parameter.grad, self.transport)
+        parameter.grad /= self.transport.size
 
 
 @strategy
@@ -298,28 +298,28 @@ def new_tensors(self):
     """The mean goes nowhere."""
     for parameter in self.model.parameters():
         mean = parameter.grad.clone()
-        ring_allreduce(mean, self.wire, op="mean")
+        ring_allreduce(mean, self.transport, op="mean")
 
 
 @strategy
 def noisy(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
-        parameter.grad += self.wire.rank + 1
+        ring_allreduce(parameter.grad, self.transport, op="mean")
+        parameter.grad += self.transport.rank + 1
 
 
 @strategy
 def only_two_ranks(self):
     """`/ 2` instead of the number of ranks."""
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
+        ring_allreduce(parameter.grad, self.transport)
         parameter.grad /= 2
 
 
 @strategy
 def four_as_in_the_lesson(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
+        ring_allreduce(parameter.grad, self.transport)
         parameter.grad /= 4
 
 
@@ -333,20 +333,20 @@ def three(self):
 @strategy
 def uphill(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire)
-        parameter.grad /= -self.wire.size
+        ring_allreduce(parameter.grad, self.transport)
+        parameter.grad /= -self.transport.size
 
 
 @strategy
 def largest(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="max")
+        ring_allreduce(parameter.grad, self.transport, op="max")
 
 
 @strategy
 def average(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="avg")
+        ring_allreduce(parameter.grad, self.transport, op="avg")
 
 
 @strategy
@@ -358,7 +358,7 @@ def name_for_torch(self):
 @strategy
 def op_of_torch_for_dlab(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op=dist.ReduceOp.SUM)
+        ring_allreduce(parameter.grad, self.transport, op=dist.ReduceOp.SUM)
 
 
 @strategy
@@ -377,13 +377,16 @@ def by_messages_of_torch(self):
 def in_an_order_of_its_own(self):
     """Everybody begins with their own part: right, but for the last bits."""
     for parameter in self.model.parameters():
-        parts = [torch.empty_like(parameter.grad) for _ in range(self.wire.size)]
-        for distance in range(1, self.wire.size):
-            to, source = (self.wire.rank + distance) % self.wire.size, (self.wire.rank - distance) % self.wire.size
-            self.wire.exchange(parameter.grad, to, parts[source], source)
-        for distance in range(1, self.wire.size):
-            parameter.grad += parts[(self.wire.rank + distance) % self.wire.size]
-        parameter.grad /= self.wire.size
+        parts = [torch.empty_like(parameter.grad) for _ in range(self.transport.size)]
+        for distance in range(1, self.transport.size):
+            to, source = (
+                (self.transport.rank + distance) % self.transport.size,
+                (self.transport.rank - distance) % self.transport.size,
+            )
+            self.transport.exchange(parameter.grad, to, parts[source], source)
+        for distance in range(1, self.transport.size):
+            parameter.grad += parts[(self.transport.rank + distance) % self.transport.size]
+        parameter.grad /= self.transport.size
 
 
 @strategy
@@ -392,16 +395,16 @@ def keeps_the_first(self):
     if not hasattr(self, "means"):
         self.means = [parameter.grad.clone() for parameter in self.model.parameters()]
         for mean in self.means:
-            ring_allreduce(mean, self.wire, op="mean")
+            ring_allreduce(mean, self.transport, op="mean")
     for parameter, mean in zip(self.model.parameters(), self.means, strict=True):
         parameter.grad.copy_(mean)
 
 
 @strategy
 def one_rank_stays_away(self):
-    if self.wire.rank != 1:
+    if self.transport.rank != 1:
         for parameter in self.model.parameters():
-            ring_allreduce(parameter.grad, self.wire)
+            ring_allreduce(parameter.grad, self.transport)
 
 
 @strategy
@@ -414,14 +417,14 @@ def only_rank_0_asks(self):
 @strategy
 def to_itself(self):
     for parameter in self.model.parameters():
-        right, left = (self.wire.rank + 1) % self.wire.size, (self.wire.rank - 1) % self.wire.size
+        right, left = (self.transport.rank + 1) % self.transport.size, (self.transport.rank - 1) % self.transport.size
         total, travelling = parameter.grad.clone(), parameter.grad.clone()
-        for _ in range(max(1, self.wire.size - 1)):
+        for _ in range(max(1, self.transport.size - 1)):
             incoming = torch.empty_like(travelling)
-            self.wire.exchange(travelling, right, incoming, left)
+            self.transport.exchange(travelling, right, incoming, left)
             total += incoming
             travelling = incoming
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
 
 
 @step
@@ -429,14 +432,14 @@ def weights(self):
     """Averaged after the step."""
     self.optimizer.step()
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.data, self.wire, op="mean")
+        ring_allreduce(parameter.data, self.transport, op="mean")
     return {"wait": 0.0}
 
 
 @step
 def weights_first(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.data, self.wire, op="mean")
+        ring_allreduce(parameter.data, self.transport, op="mean")
     self.optimizer.step()
     return {"wait": 0.0}
 
@@ -444,14 +447,14 @@ def weights_first(self):
 @step
 def no_update(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
     return {"wait": 0.0}
 
 
 @step
 def updated_by_hand(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
         parameter.data -= self.optimizer.param_groups[0]["lr"] * parameter.grad
     return {"wait": 0.0}
 
@@ -459,7 +462,7 @@ def updated_by_hand(self):
 @step
 def updated_in_the_loop(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
         self.optimizer.step()
     return {"wait": 0.0}
 
@@ -467,7 +470,7 @@ def updated_in_the_loop(self):
 @step
 def cleared_first(self):
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
     self.optimizer.zero_grad()
     self.optimizer.step()
     return {"wait": 0.0}
@@ -484,7 +487,7 @@ def set_to_zero_first(self):
 def too_late(self):
     self.optimizer.step()
     for parameter in self.model.parameters():
-        ring_allreduce(parameter.grad, self.wire, op="mean")
+        ring_allreduce(parameter.grad, self.transport, op="mean")
     return {"wait": 0.0}
 
 
@@ -541,7 +544,7 @@ def exits(self):
 
 
 class FailsAtOnce(Strategy):
-    def begin(self, model, optimizer, wire):
+    def begin(self, model, optimizer, transport):
         self.mean = model.gradients
 
     def step(self):
@@ -558,9 +561,9 @@ class InheritsAndAsks(dlab.SyncSGD):
 
 
 class Delegates(Strategy):
-    def begin(self, model, optimizer, wire):
+    def begin(self, model, optimizer, transport):
         self.other = dlab.SyncSGD()
-        return self.other.begin(model, optimizer, wire)
+        return self.other.begin(model, optimizer, transport)
 
     def clear(self):
         self.other.clear()
@@ -573,9 +576,9 @@ class Delegates(Strategy):
 
 
 class DelegatesToBuckets(Delegates):
-    def begin(self, model, optimizer, wire):
+    def begin(self, model, optimizer, transport):
         self.other = dlab.AllReduceSGD()
-        return self.other.begin(model, optimizer, wire)
+        return self.other.begin(model, optimizer, transport)
 
 
 class InheritsDDP(dlab.DDP):
@@ -586,17 +589,17 @@ class InheritsDDP(dlab.DDP):
 
 @strategy
 def calls_average_gradients(self):
-    dlab.average_gradients(self.model, ring_allreduce, self.wire)
+    dlab.average_gradients(self.model, ring_allreduce, self.transport)
 
 
-YOURSELF = ": write the step yourself, with ring_allreduce(parameter.grad, self.wire)"
+YOURSELF = ": write the step yourself, with ring_allreduce(parameter.grad, self.transport)"
 WRONG = [
     (alone, "with 2 ranks and plain SGD, every rank takes a step along its own gradient: nothing is averaged"),
     (new_tensors, "its own gradient, although numbers were exchanged: the mean must be in parameter.grad before"),
     (weights_first, "its own gradient, although numbers were exchanged: the mean must be in parameter.grad before"),
     (too_late, "its own gradient, and averages afterwards: call optimizer.step() last"),
     (sum_of_all, "the step is 2 times too long: the gradients are summed over 2 ranks and not divided"),
-    (divided_under_another_name, "not divided by their number; parameter.grad /= self.wire.size does it in place"),
+    (divided_under_another_name, "not divided by their number; parameter.grad /= self.transport.size does it in place"),
     (divided_twice, "the step is 2 times too short: the sum over 2 ranks was divided by 4. Divide only once"),
     (multiplied, "the step is too long: the sum over 2 ranks is multiplied by 2; divide it by 2"),
     (only_divided, "every rank applies its own gradient, divided by 2: the sum over all ranks is missing"),
@@ -609,9 +612,15 @@ WRONG = [
     (for_rank_0, "rank 0 applied the mean of all gradients, but rank 1 did not: every rank needs it"),
     (noisy, "with 2 ranks and plain SGD, the applied gradient is not the mean over ranks"),
     (Own(2.0), "the step is 2 times too long"),
-    (only_two_ranks, "with 3 ranks and plain SGD, you divide by 2, but there are 3 ranks: divide by self.wire.size"),
-    (four_as_in_the_lesson, "with 2 ranks and plain SGD, you divide by 4, but there are 2 ranks: divide by self.wire"),
-    (three, "with 2 ranks and plain SGD, you divide by 3, but there are 2 ranks: divide by self.wire.size"),
+    (
+        only_two_ranks,
+        "with 3 ranks and plain SGD, you divide by 2, but there are 3 ranks: divide by self.transport.size",
+    ),
+    (
+        four_as_in_the_lesson,
+        "with 2 ranks and plain SGD, you divide by 4, but there are 2 ranks: divide by self.transport",
+    ),
+    (three, "with 2 ranks and plain SGD, you divide by 3, but there are 2 ranks: divide by self.transport.size"),
     (uphill, "the step goes uphill: optimizer.step() subtracts the gradient, so leave its sign as it is"),
     (largest, "of the ranks' gradients, the largest is applied: add them up, op='sum', and divide by their number"),
     (average, "ended in ValueError: there is no op 'avg': use sum, mean"),
@@ -673,15 +682,15 @@ def test_each_mistake_in_a_step_gets_its_own_sentence(wrong, sentence):
 class WeightedAgain(Strategy):
     """By the samples of each rank, which the loss is weighted by already."""
 
-    def begin(self, model, optimizer, wire):
+    def begin(self, model, optimizer, transport):
         self.steps = 0
-        return super().begin(model, optimizer, wire)
+        return super().begin(model, optimizer, transport)
 
     def step(self):
         counts = [2, 2, 1] if self.steps == 3 else [4, 4, 4]
         for parameter in self.model.parameters():
-            parameter.grad *= counts[self.wire.rank] * self.wire.size / sum(counts)
-            ring_allreduce(parameter.grad, self.wire, op="mean")
+            parameter.grad *= counts[self.transport.rank] * self.transport.size / sum(counts)
+            ring_allreduce(parameter.grad, self.transport, op="mean")
         self.optimizer.step()
         self.steps += 1
         return {"wait": 0.0}
@@ -703,7 +712,7 @@ def test_a_step_that_does_not_end_is_told(monkeypatch):
 
     @strategy
     def spin(self):
-        while self.wire.rank == 1:
+        while self.transport.rank == 1:
             time.sleep(0.01)
 
     assert "had not returned after 0.5 s: look for a loop that does not end" in check_step(spin)

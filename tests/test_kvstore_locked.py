@@ -13,8 +13,7 @@ from test_strategies import adam, data, difference, network, options, plain
 import dlab
 from dlab.kvstore import recipe
 from dlab.kvstore.locked import LockedStore
-from dlab.processes.inside import transport
-from dlab.transports.locks import Lock
+from dlab.memory.lock import Lock
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -49,7 +48,7 @@ def test_a_lock_outlives_its_holder():
 
 def test_nothing_is_lost_and_nothing_is_torn(cluster):
     def count(pushes):
-        kv, own = LockedStore(torch.zeros(3000), recipe("sgd", lr=1.0), transport()), torch.zeros(3000)
+        kv, own = LockedStore(torch.zeros(3000), recipe("sgd", lr=1.0), dlab.transport()), torch.zeros(3000)
         torn = 0
         for _ in range(pushes):
             kv.push_pieces("weights", [torch.ones(1000), torch.ones(2000)], 1)
@@ -65,11 +64,14 @@ def test_in_turns_the_workers_are_one_optimizer(cluster, name, numbers):
     """What it remembers is common to all. The truth: torch's own, with the same gradients in the same order."""
 
     def take_turns():
-        wire, kv = transport(), LockedStore(torch.ones(5, dtype=torch.float64), recipe(name, **numbers), transport())
-        for turn in range(3 * wire.size):
-            if turn % wire.size == wire.rank:
+        transport, kv = (
+            dlab.transport(),
+            LockedStore(torch.ones(5, dtype=torch.float64), recipe(name, **numbers), dlab.transport()),
+        )
+        for turn in range(3 * transport.size):
+            if turn % transport.size == transport.rank:
                 kv.push_pieces("weights", [torch.full((5,), turn + 1.0, dtype=torch.float64)], 1)
-            wire.barrier()
+            transport.barrier()
         return kv.borrow("weights", torch.ones(5)).clone()
 
     weights = torch.ones(5, dtype=torch.float64)
@@ -84,12 +86,12 @@ def test_in_turns_the_workers_are_one_optimizer(cluster, name, numbers):
 
 def test_staleness_counts_the_updates_of_others(cluster):
     def measure():
-        wire, kv = transport(), LockedStore(torch.zeros(3), recipe("sgd", lr=1.0), transport())
+        transport, kv = dlab.transport(), LockedStore(torch.zeros(3), recipe("sgd", lr=1.0), dlab.transport())
         kv.borrow("weights", torch.zeros(3))
         found = []
-        for turn in range(wire.size):
-            wire.barrier()
-            if turn == wire.rank:
+        for turn in range(transport.size):
+            transport.barrier()
+            if turn == transport.rank:
                 kv.push_pieces("weights", [torch.ones(3)], 1)
                 found = kv.staleness("weights")
         return found

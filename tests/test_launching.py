@@ -70,7 +70,7 @@ def run_lines(*lines: str, n: int = 3, arguments=(), **options) -> subprocess.Co
     return run("script.py", "-n", str(n), "--logs", "logs", *arguments, **options)
 
 
-def journal(folder: Path = Path()) -> str:
+def scheduler_log(folder: Path = Path()) -> str:
     path = folder / "logs" / "scheduler.log"
     return path.read_text() if path.exists() else ""
 
@@ -80,8 +80,8 @@ def log_of(rank: int) -> str:
 
 
 def pids(folder: Path = Path()) -> list[int]:
-    """The launcher, its keeper and the ranks, as the journal names them."""
-    return [int(pid) for pid in re.findall(r"\bpid (\d+)", journal(folder))]
+    """The launcher, its keeper and the ranks, as the scheduler_log names them."""
+    return [int(pid) for pid in re.findall(r"\bpid (\d+)", scheduler_log(folder))]
 
 
 def ready(n: int) -> None:
@@ -126,7 +126,7 @@ def test_three_ranks_sum_up_and_each_has_its_log(folder):
 
 def test_the_journal_says_what_was_started_and_how_it_ended(folder):
     assert run_lines(RANK, "print(os.getpid())", n=2, arguments=["--", "--lr", "0.1"]).returncode == 0
-    lines = journal().splitlines()
+    lines = scheduler_log().splitlines()
     times = [re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}  ", line) for line in lines]
     assert all(times), lines
     text = "\n".join(line[found.end() :] for line, found in zip(lines, times, strict=True))
@@ -189,7 +189,7 @@ def test_logs_of_an_earlier_run_are_not_taken_for_ours(folder):
     there = {path.name for path in (folder / "logs").iterdir()}
     assert there == {"worker_0.log", "worker_1.log", "scheduler.log", "worker_best.log", "notes"}
     assert log_of(0) == "1\n"
-    assert "old" not in journal()
+    assert "old" not in scheduler_log()
 
 
 @pytest.mark.parametrize(("setting", "expected"), [({}, r"\x1b\[31m\[0\]\x1b\[0m 5"), ({"NO_COLOR": "1"}, r"\[0\] 5")])
@@ -215,10 +215,10 @@ def test_one_failure_ends_all_at_once_and_is_named(folder):
     assert answer.returncode == 3
     assert answer.stderr == "dlab: rank 1 ended with exit code 3; its output is in logs/worker_1.log\n"
     assert answer.stdout == "[1] oh\n"
-    assert "SIGTERM to all: rank 1 ended with exit code 3\n" in journal()
+    assert "SIGTERM to all: rank 1 ended with exit code 3\n" in scheduler_log()
     for rank in (0, 2):
-        assert f"rank {rank} ended by signal 15 (SIGTERM)\n" in journal()
-    assert "exit code 3" in journal().splitlines()[-1]
+        assert f"rank {rank} ended by signal 15 (SIGTERM)\n" in scheduler_log()
+    assert "exit code 3" in scheduler_log().splitlines()[-1]
     assert not alive(pids())
 
 
@@ -280,8 +280,8 @@ def test_who_does_not_end_is_killed(folder):
     command = [sys.executable, "-c", hurry, "run", "script.py", "-n", "4", "--logs", "logs"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 5
-    assert "SIGKILL to ranks 0, 1 and 2: did not end by itself\n" in journal()
-    assert journal().count("ended by signal 9 (SIGKILL)") == 3
+    assert "SIGKILL to ranks 0, 1 and 2: did not end by itself\n" in scheduler_log()
+    assert scheduler_log().count("ended by signal 9 (SIGKILL)") == 3
     assert not alive(pids())
 
 
@@ -314,7 +314,7 @@ def test_a_signal_ends_all(start, number):
     _, complaint = launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + number
     assert complaint == ("" if number == signal.SIGINT else f"dlab: {number.name} ended all ranks\n")
-    assert f"SIGTERM to all: {number.name} came\n" in journal()
+    assert f"SIGTERM to all: {number.name} came\n" in scheduler_log()
     assert seconds_until_gone(family) < 3
 
 
@@ -322,7 +322,7 @@ def test_a_second_ctrl_c_waits_for_nobody(start):
     launcher = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1)", WAIT)
     ready(3)
     os.kill(launcher.pid, signal.SIGINT)
-    eventually(lambda: "SIGINT came" in journal())
+    eventually(lambda: "SIGINT came" in scheduler_log())
     began = time.monotonic()
     os.kill(launcher.pid, signal.SIGINT)
     assert launcher.wait(timeout=20) == 130
@@ -343,7 +343,7 @@ def test_a_killed_launcher_leaves_nothing(start, folder, moment):
     print(f"all gone after {seconds:.2f} s")
     assert seconds < 3
     if moment == "while they work":
-        assert "the launcher was killed: all ended\n" in journal()
+        assert "the launcher was killed: all ended\n" in scheduler_log()
 
 
 def test_when_nobody_reads_any_more_all_end(start):
@@ -354,7 +354,7 @@ def test_when_nobody_reads_any_more_all_end(start):
     os.close(reading)
     assert launcher.wait(timeout=20) == 128 + signal.SIGPIPE
     assert launcher.stderr.read() == ""
-    assert "nobody reads the output any more" in journal()
+    assert "nobody reads the output any more" in scheduler_log()
 
 
 def is_full(pipe: int) -> bool:

@@ -8,7 +8,8 @@ from dlab.models import flatten_gradients
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"), [(dlab.SimpleCNN, 80_202), (dlab.MLP, 669_706), (dlab.TwoLayer, 79_510)]
+    ("model", "parameters"),
+    [(dlab.SimpleCNN, 421_642), (dlab.SmallCNN, 80_202), (dlab.MLP, 669_706), (dlab.TwoLayer, 79_510)],
 )
 def test_each_network_turns_images_into_ten_scores_and_has_the_stated_size(model, parameters):
     torch.manual_seed(0)
@@ -18,11 +19,36 @@ def test_each_network_turns_images_into_ten_scores_and_has_the_stated_size(model
     assert f"{parameters:,}" in model.__doc__ or model is dlab.TwoLayer
 
 
-@pytest.mark.parametrize("model", [dlab.SimpleCNN, dlab.MLP, dlab.TwoLayer])
+@pytest.mark.parametrize("model", [dlab.SmallCNN, dlab.MLP, dlab.TwoLayer])
 def test_a_network_gives_the_same_scores_twice_in_training_mode(model):
     network = model().train()
     images = torch.randn(3, 1, 28, 28)
     assert torch.equal(network(images), network(images))
+
+
+def test_simple_cnn_is_the_network_that_the_course_names():
+    torch.manual_seed(0)
+    model, images = dlab.SimpleCNN(), torch.randn(5, 1, 28, 28)
+    layers = [
+        *(torch.nn.Conv2d(1, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
+        *(torch.nn.Conv2d(32, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Dropout(0.25)),
+        *(torch.nn.Flatten(), torch.nn.Linear(3136, 128), torch.nn.ReLU(), torch.nn.Dropout(0.5)),
+        *(torch.nn.Linear(128, 10), torch.nn.LogSoftmax(1)),
+    ]
+    written_out = torch.nn.Sequential(*layers)
+    for mine, theirs in zip(written_out.parameters(), model.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    for network in (model, written_out):
+        network.eval()
+    assert torch.allclose(model(images), written_out(images), atol=1e-6)
+    scores, labels = model(images), torch.arange(5)
+    nll, entropy = torch.nn.functional.nll_loss(scores, labels), torch.nn.functional.cross_entropy(scores, labels)
+    assert torch.allclose(nll, entropy)
+    torch.manual_seed(1)
+    first = model.train()(images)
+    torch.manual_seed(1)
+    assert torch.allclose(first, written_out.train()(images), atol=1e-6)  # the same dropout
+    assert not torch.allclose(first, model(images))
 
 
 def test_a_flat_gradient_holds_what_backward_computes():

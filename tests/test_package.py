@@ -31,3 +31,29 @@ def test_import_dlab_imports_neither_torch_nor_matplotlib_and_starts_nothing():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.split() == ["False", "False", "1"]
+
+
+def test_an_interrupt_while_a_name_is_imported_comes_when_the_import_is_over():
+    code = """
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import dlab
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch.nn":
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+try:
+    dlab.SimpleCNN
+except KeyboardInterrupt:
+    print("interrupted", end=" ")
+print(dlab.SimpleCNN.__name__, end=" ")
+thread = threading.Thread(target=lambda: print(dlab.TwoLayer.__name__))  # which no interrupt reaches
+thread.start()
+thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.split() == ["interrupted", "SimpleCNN", "TwoLayer"], ended.stderr

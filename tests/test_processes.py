@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kernels import alive, eventually, open_handles
 
 import dlab
-from dlab.processes import forkserver
+from dlab.processes.parent import forkserver
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -245,7 +245,7 @@ def test_a_closed_cluster_says_so_in_one_sentence():
 def test_closing_ends_the_run_in_progress():
     cluster = dlab.Cluster(2)
     run = cluster.start(lambda: time.sleep(1000) if dlab.rank() else "done")
-    eventually(lambda: run._supervisor._flight.returned)
+    eventually(lambda: run._supervisor._state.returned)
     cluster.close()
     with pytest.raises(dlab.Stopped):
         run.wait(10)

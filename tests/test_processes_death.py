@@ -1,31 +1,14 @@
 """Nothing is left behind: not when the kernel is killed, whatever the workers are doing, and not by a script."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import textwrap
-import time
-from pathlib import Path
 
-import psutil
 import pytest
-from kernels import Kernel, eventually, seconds_until_gone
+from kernels import PATH, Kernel, eventually, expect_nothing_left, left_in
 
-PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for `import trouble`
-
-
-def left_in(directory: Path) -> list[str]:
-    return [entry.name for entry in directory.iterdir() if entry.name.startswith(("dlab-", "pymp-", "torch_"))]
-
-
-def expect_nothing_left(family, directory: Path, what: str) -> None:
-    seconds = seconds_until_gone(family)
-    print(f"{what}: all gone after {seconds:.2f} s (promised: 1 s)")
-    assert seconds < 3
-    eventually(lambda: not left_in(directory), seconds=3)
-
+from dlab.processes.between import lifeline
 
 # ------------------------------------------------------------------------------------- the kernel is killed
 
@@ -61,8 +44,8 @@ def test_a_kernel_killed_while_its_first_cluster_starts_leaves_nothing(tmp_path,
     with Kernel(TMPDIR=str(tmp_path)) as kernel:
         kernel.submit("import dlab\ncluster = dlab.Cluster(4)\nprint('up')")
         if moment == "while the fork server starts":
-            eventually(lambda: left_in(tmp_path), seconds=60)
-            time.sleep(0.05)
+            # multiprocessing's resource tracker comes first, then the server
+            eventually(lambda: len(kernel.process.children(recursive=True)) >= 2, seconds=60)
         else:
             eventually(lambda: len(kernel.process.children(recursive=True)) >= 4, seconds=60)
         family = kernel.process.children(recursive=True)
@@ -81,52 +64,6 @@ def test_a_kernel_killed_with_its_whole_process_group_leaves_nothing(tmp_path):
 
 
 # ------------------------------------------------------------------------------------- scripts
-
-
-class Script:
-    """A script that runs as `python script.py`."""
-
-    def __init__(self, folder: Path, text: str) -> None:
-        script, self._home = folder / "script.py", folder / "tmp"
-        script.write_text(textwrap.dedent(text))
-        self._home.mkdir()
-        environment = {**os.environ, "TMPDIR": str(self._home), "PYTHONPATH": PATH}
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    def finish(self, end: signal.Signals | None = None) -> subprocess.CompletedProcess:
-        """Wait for its end, or end it as soon as it is ready; afterwards nothing of it is left."""
-        process, family = self._process, []
-        if end is not None:
-            assert process.stdout.readline() == "ready\n"
-            family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) >= 3
-            process.send_signal(end)
-        out, err = process.communicate(timeout=60)
-        family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
-        expect_nothing_left(family, self._home, "a script")
-        assert os.listdir(self._home) == []
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def start_together(tmp_path_factory):
-    """Starts several scripts at once, because most of their time each of them imports torch, twice, on one core."""
-    started = []
-
-    def start(texts: dict[str, str]) -> dict[str, Script]:
-        scripts = {name: Script(tmp_path_factory.mktemp("script"), text) for name, text in texts.items()}
-        started.extend(scripts.values())
-        return scripts
-
-    yield start
-    for script in started:
-        script.close()
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +157,25 @@ def endless(start_together):
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
 def test_a_script_that_is_killed_leaves_nothing(endless, end):
     assert endless[end.name].finish(end).returncode == -end
+
+
+# ------------------------------------------------------------------------------------- directories
+
+
+def test_a_directory_goes_although_somebody_creates_its_files_again(tmp_path):
+    """As torch's FileStore does with the file that it waits for."""
+    creating = (
+        "import contextlib, sys\n"
+        "while True:\n"
+        "    with contextlib.suppress(OSError):\n"
+        "        open(sys.argv[1], 'a').close()"
+    )
+    with subprocess.Popen([sys.executable, "-c", creating, str(tmp_path / "dlab-1" / "store")]) as writer:
+        try:
+            for _ in range(200):
+                (directory := tmp_path / "dlab-1").mkdir()
+                eventually((directory / "store").exists)
+                lifeline.remove_directory(directory)
+                assert left_in(tmp_path) == []
+        finally:
+            writer.kill()

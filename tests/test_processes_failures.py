@@ -16,7 +16,7 @@ from kernels import alive, eventually, seconds_until_gone, within
 from torch.utils.data import DataLoader
 
 import dlab
-from dlab.processes import crew
+from dlab.processes.parent import pool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -249,7 +249,7 @@ def test_when_the_fork_server_dies_the_workers_go_with_it_and_the_next_run_has_n
 
 
 def test_a_rank_that_still_hangs_in_a_collective_after_it_has_returned_is_replaced(cluster, monkeypatch):
-    monkeypatch.setitem(crew.FORM, "gloo", 1.0)
+    monkeypatch.setitem(pool.FORM, "gloo", 1.0)
 
     def part_in_discord():
         if dist.get_rank() > 0:

@@ -130,7 +130,7 @@ def test_a_knob_that_nobody_asks_for_gets_a_note_and_one_that_is_asked_for_none(
 
 
 def test_many_workers_on_few_cores_get_a_word_of_warning(monkeypatch, capfd):
-    monkeypatch.setattr("dlab.processes.cluster.MANY", 0)
+    monkeypatch.setattr("dlab.processes.parent.cluster.MANY", 0)
     with dlab.Cluster(2) as two:
         assert two.run(dlab.rank) == [0, 1]
     assert "2 workers share" in capfd.readouterr().err

@@ -10,7 +10,7 @@ import tqdm
 from kernels import eventually
 
 import dlab
-from dlab.processes.output import LineReader
+from dlab.processes.parent.output import LineReader
 
 LINE = re.compile(r"\[rank \d\] [^\r\n]*")
 
@@ -21,7 +21,7 @@ def cluster():
         yield cluster
 
 
-def lines_of(text: str) -> list[str]:
+def channels_of(text: str) -> list[str]:
     """The lines, each of which must be whole: a rank, then its text."""
     lines = text.splitlines()
     assert all(LINE.fullmatch(line) for line in lines), [line for line in lines if not LINE.fullmatch(line)][:5]
@@ -30,14 +30,14 @@ def lines_of(text: str) -> list[str]:
 
 def test_prints_appear_with_the_rank_in_front(cluster, capsys):
     cluster.run(lambda: print("hello from", dlab.rank()))
-    assert sorted(lines_of(capsys.readouterr().out)) == [f"[rank {rank}] hello from {rank}" for rank in range(4)]
+    assert sorted(channels_of(capsys.readouterr().out)) == [f"[rank {rank}] hello from {rank}" for rank in range(4)]
 
 
 def test_standard_error_stays_standard_error(cluster, capsys):
     cluster.run(lambda: print("careful", file=sys.stderr))
     out, err = capsys.readouterr()
     assert out == ""
-    assert sorted(lines_of(err)) == [f"[rank {rank}] careful" for rank in range(4)]
+    assert sorted(channels_of(err)) == [f"[rank {rank}] careful" for rank in range(4)]
 
 
 def test_lines_appear_while_the_function_still_runs(cluster, capsys):
@@ -60,13 +60,13 @@ def test_lines_appear_while_the_function_still_runs(cluster, capsys):
     assert "second" not in seen
     run.set("go", True)
     run.wait(30)
-    assert lines_of(capsys.readouterr().out).count("[rank 2] second") == 1
+    assert channels_of(capsys.readouterr().out).count("[rank 2] second") == 1
 
 
 def test_everything_printed_is_shown_before_the_run_has_ended(cluster, capsys):
     for _ in range(20):
         cluster.run(lambda: print("last words"))
-        assert len(lines_of(capsys.readouterr().out)) == 4
+        assert len(channels_of(capsys.readouterr().out)) == 4
 
 
 def test_lines_of_many_ranks_are_never_mixed_and_keep_their_order(cluster, capsys):
@@ -75,7 +75,7 @@ def test_lines_of_many_ranks_are_never_mixed_and_keep_their_order(cluster, capsy
             print(number, "x" * 300)
 
     cluster.run(chatter)
-    lines = lines_of(capsys.readouterr().out)
+    lines = channels_of(capsys.readouterr().out)
     for rank in range(4):
         own = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert own == [f"[rank {rank}] {number} {'x' * 300}" for number in range(500)]
@@ -89,7 +89,7 @@ def test_pieces_of_a_line_become_one_line_and_an_unfinished_line_is_shown_at_the
         print("\nunfinished", end="")
 
     cluster.run(pieces)
-    lines = lines_of(capsys.readouterr().out)
+    lines = channels_of(capsys.readouterr().out)
     assert sorted(lines) == sorted(
         f"[rank {rank}] {text}" for rank in range(4) for text in ("one two three", "unfinished")
     )
@@ -103,7 +103,7 @@ def test_writes_below_python_are_shown_too(cluster, capsys):
         subprocess.run(["echo", "from a child"], check=True)
 
     cluster.run(shout)
-    lines = lines_of(capsys.readouterr().out)
+    lines = channels_of(capsys.readouterr().out)
     assert lines.count("[rank 3] from the file handle") == 1
     assert lines.count("[rank 3] from a child") == 1
 
@@ -114,14 +114,14 @@ def test_any_text_and_broken_bytes_come_through(cluster, capsys):
         os.write(1, b"\xff\xfe broken\n")
 
     cluster.run(babel)
-    lines = lines_of(capsys.readouterr().out)
+    lines = channels_of(capsys.readouterr().out)
     assert lines.count("[rank 1] größer 你好 🙂") == 1
     assert lines.count("[rank 1] \ufffd\ufffd broken") == 1
 
 
 def test_a_line_of_megabytes_arrives_whole(cluster, capsys):
     cluster.run(lambda: print("x" * 3_000_000) if dlab.rank() == 1 else None)
-    assert lines_of(capsys.readouterr().out) == ["[rank 1] " + "x" * 3_000_000]
+    assert channels_of(capsys.readouterr().out) == ["[rank 1] " + "x" * 3_000_000]
 
 
 def test_progress_bars_do_not_garble_other_lines(cluster, capsys):
@@ -135,8 +135,8 @@ def test_progress_bars_do_not_garble_other_lines(cluster, capsys):
 
     cluster.run(train)
     out, err = capsys.readouterr()
-    assert len(lines_of(out)) == 12
-    bars = lines_of(err)
+    assert len(channels_of(out)) == 12
+    bars = channels_of(err)
     for rank in range(4):
         finished = [bar for bar in bars if f"[rank {rank}] rank {rank}: 100%" in bar]
         assert len(finished) == 1, "a bar comes out as its last state"
@@ -145,7 +145,7 @@ def test_progress_bars_do_not_garble_other_lines(cluster, capsys):
 
 
 def test_a_long_progress_bar_is_shown_now_and_then(cluster, capsys, monkeypatch):
-    monkeypatch.setattr("dlab.processes.output.BAR_SECONDS", 0.2)
+    monkeypatch.setattr("dlab.processes.parent.output.BAR_SECONDS", 0.2)
 
     def train():
         bar = tqdm.tqdm(desc="long", mininterval=0)
@@ -165,11 +165,11 @@ def test_a_long_progress_bar_is_shown_now_and_then(cluster, capsys, monkeypatch)
     assert not run.done
     run.set("enough", True)
     run.wait(30)
-    lines_of(seen + capsys.readouterr().err)
+    channels_of(seen + capsys.readouterr().err)
 
 
 def test_a_bar_is_not_shown_just_because_it_is_the_first_after_a_while(monkeypatch):
-    monkeypatch.setattr("dlab.processes.output.BAR_SECONDS", 0.1)
+    monkeypatch.setattr("dlab.processes.parent.output.BAR_SECONDS", 0.1)
     out, end = os.pipe()
     reader = LineReader(0, out)
     time.sleep(0.2)
@@ -191,7 +191,7 @@ def test_a_function_may_replace_or_close_its_streams_and_the_next_run_prints(clu
 
     cluster.run(vandal)
     cluster.run(lambda: print("still here"))
-    assert len(lines_of(capsys.readouterr().out)) == 4
+    assert len(channels_of(capsys.readouterr().out)) == 4
 
 
 def test_input_inside_a_worker_fails_instead_of_waiting(cluster):

@@ -59,7 +59,7 @@ def test_a_run_shows_what_it_is(started):
 
 def test_wait_after_stop_says_so_and_gives_what_there_is_only_if_asked_for_it(started):
     run = started(lambda: "done" if dlab.rank() == 1 else time.sleep(1000))
-    eventually(lambda: run._supervisor._flight.returned)
+    eventually(lambda: run._supervisor._state.returned)
     start = time.monotonic()
     run.stop()
     print(f"stopped within {time.monotonic() - start:.2f} s (promised: 1 s)")

@@ -16,13 +16,13 @@ from kernels import open_handles
 from torch import nn
 
 import dlab
-from dlab.processes import wire
+from dlab.processes.between import messages
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn,
 ]  # fmt: skip
-LARGE = wire.INLINE  # this many elements of any type are too large for the socket
+LARGE = messages.INLINE  # this many elements of any type are too large for the socket
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 

@@ -51,9 +51,9 @@ def test_a_mistake_is_the_cells_own_line_and_a_sentence(kernel, line, kind, sent
 
 
 def test_tb_has_every_frame(kernel):
-    assert "dlab/processes/cluster.py" not in shown(kernel.run("dlab.Cluster(0)"))
+    assert "dlab/processes/parent/cluster.py" not in shown(kernel.run("dlab.Cluster(0)"))
     again = kernel.run("%tb")
-    assert "dlab/processes/cluster.py" in COLOUR.sub("", again.stdout + again.stderr) + shown(again)
+    assert "dlab/processes/parent/cluster.py" in COLOUR.sub("", again.stdout + again.stderr) + shown(again)
     kernel.run("import sys, traceback")
     assert kernel.run("'cluster.py' in str(traceback.extract_tb(sys.last_traceback))").result == "True"
 
@@ -69,7 +69,7 @@ def test_a_function_of_the_readers_own_that_fails_is_shown_without_dlab(kernel):
 def test_an_error_in_the_middle_of_dlab_keeps_every_frame(kernel):
     cell = kernel.run("cluster._supervisor, kept = None, cluster._supervisor\ncluster.pids")
     assert cell.error == "AttributeError"
-    assert "/dlab/processes/cluster.py" in shown(cell)
+    assert "/dlab/processes/parent/cluster.py" in shown(cell)
     assert kernel.run("cluster._supervisor = kept").error is None
 
 

@@ -1,7 +1,11 @@
 """In a real kernel: while a cell waits for a run, buttons are heard; the cells behind it stay behind it."""
 
+import threading
+
 import pytest
 from kernels import Kernel
+
+from dlab.processes.parent import waiting
 
 SETUP = """
 import os, threading, time
@@ -192,3 +196,16 @@ def test_a_panel_whose_controls_are_heard_says_nothing_of_waiting(kernel):
     ok(kernel.run(f"def look():\n    {look}\nlooking = threading.Thread(target=look)"))
     ok(kernel.run("looking.start(); run.wait()"))
     assert kernel.run("'work: running' in seen[-50:] or seen").result == "True"  # long after it would have said so
+
+
+def test_an_interrupt_that_meets_the_end_of_a_wait_is_an_interrupt():
+    def woken():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()  # as Condition.wait does when it is cut off between two of its lines
+
+    with pytest.raises(KeyboardInterrupt), waiting.interruptible():
+        woken()
+    with pytest.raises(RuntimeError, match="of its own"), waiting.interruptible():
+        raise RuntimeError("an error of its own")

@@ -96,18 +96,16 @@ def test_nothing_else_is_at_the_top():
 
 # From the ground up; a module imports from the lines below its own, and from its own package.
 LAYERS = (
-    {"transports", "events", "data", "layout", "models"},  # plain things, no dlab imports
-    {"collectives", "rehearsal", "cost"},  # algorithms
-    {"backend"},  # the algorithms as torch.distributed knows them
-    {"processes"},  # workers
-    {"launching"},  # workers of any script, in processes of their own
-    {"reduction"},  # the fastest all-reduce for where the workers are
-    {"kvstore"},  # weights that live with servers
-    {"strategies", "sharding", "pipeline"},  # the lessons
-    {"exercises"},  # checks what a learner has made of them
-    {"training"},  # puts the parts together
-    {"demo"},  # use it
-    {"bench"},
+    {"memory", "events", "data", "models"},
+    {"transports"},
+    {"collectives", "rehearsal", "cost", "trace"},
+    {"backend"},
+    {"processes"},
+    {"launching", "reduction", "mesh"},
+    {"kvstore"},
+    {"strategies"},
+    {"exercises", "training"},
+    {"demo", "bench"},
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -160,6 +158,12 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
     return problems
 
 
+def test_the_layers_are_those_that_contributing_draws():
+    text = (TOP / "CONTRIBUTING.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
+    drawn = [line.strip().split("  ")[0].split(", ") for line in text.splitlines() if line.startswith("    ")]
+    assert drawn == [["views"], *(sorted(layer) for layer in reversed(LAYERS))]
+
+
 MODULES = sorted(path.relative_to(TOP) for path in (TOP / "dlab").rglob("*.py"))
 
 
@@ -180,12 +184,12 @@ def test_imports_go_downward_only(path):
         ("dlab.data.files", "from ..processes.cluster import Cluster", "not below"),
         ("dlab.data.files", "from .. import processes", "not below"),
         ("dlab.collectives", "def f():\n    from dlab import strategies", "not below"),  # late imports count
-        ("dlab.processes.run", "from dlab.views import panel", "views"),
+        ("dlab.processes.parent.run", "from dlab.views import panel", "views"),
         ("dlab.cli", "from dlab import views", "views"),
         ("dlab.views.panel", "from dlab.processes import Run", "plain things"),
-        ("dlab.processes.run", "import dlab", "dlab itself"),
-        ("dlab.processes.run", "from dlab import Cluster", "dlab itself"),
-        ("dlab.processes.run", "from dlab.fancy import thing", "add it to LAYERS"),
+        ("dlab.processes.parent.run", "import dlab", "dlab itself"),
+        ("dlab.processes.parent.run", "from dlab import Cluster", "dlab itself"),
+        ("dlab.processes.parent.run", "from dlab.fancy import thing", "add it to LAYERS"),
         ("dlab.fancy.things", "import os", "add it to LAYERS"),
     ],
 )
@@ -197,8 +201,11 @@ def test_an_upward_import_is_found(module, source, problem):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("dlab.processes.run", "import os, torch\nfrom dlab.events import Event\nfrom dlab.processes.wire import send"),
-        ("dlab.processes.run", "from . import wire\nfrom .wire import send\nfrom ..events import Event"),
+        (
+            "dlab.processes.parent.run",
+            "import os, torch\nfrom dlab.events import Event\nfrom dlab.processes.between.messages import send",
+        ),
+        ("dlab.processes.parent.run", "from . import messages\nfrom .messages import send\nfrom ..events import Event"),
         ("dlab.views.panel", "from dlab.events import Event\nfrom dlab import data"),
         ("dlab.cli", "from dlab import __version__, demo\nimport dlab"),
         ("dlab.data.files", "from dlabtools import x"),  # only looks like one of ours

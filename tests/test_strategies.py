@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import dlab
 from dlab.data.batches import take
-from dlab.data.dealing import Dealer
+from dlab.data.sampler import EpochSampler
 from dlab.strategies import nesterov
 
 STEPS, BATCH, SAMPLES = 20, 12, 53  # 53 is no multiple of anything: the last batches are unequal
@@ -32,19 +32,19 @@ def adam(parameters):
 
 
 def options(ranks, **changed):
-    steps = Dealer(data(), ranks, BATCH, changed.get("order", "shards")).steps
+    steps = EpochSampler(data(), ranks, BATCH, changed.get("order", "shards")).steps
     return {"epochs": -(-STEPS // steps), "batch_size": BATCH, "lr": 0.1, "momentum": 0.9} | changed
 
 
 def plain(ranks, order="shards", epochs=1, batch_size=BATCH, lr=0.1, momentum=0.9, optimizer=None, seed=1234, **_):
     """One process, plain torch, on the global batches of so many ranks."""
-    samples, dealer = data(), Dealer(data(), ranks, batch_size, order, seed)
+    samples, sampler = data(), EpochSampler(data(), ranks, batch_size, order, seed)
     torch.manual_seed(seed)
     model = network()
     optimizer = (optimizer or (lambda each: torch.optim.SGD(each, lr=lr, momentum=momentum)))(model.parameters())
     for epoch in range(epochs):
-        for step in range(dealer.steps):
-            inputs, labels = take(samples, torch.cat([dealer.positions(epoch, step, rank) for rank in range(ranks)]))
+        for step in range(sampler.steps):
+            inputs, labels = take(samples, torch.cat([sampler.positions(epoch, step, rank) for rank in range(ranks)]))
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
@@ -107,13 +107,13 @@ def test_averaging_models_after_every_step_of_plain_sgd_is_synchronous(cluster):
 
 def alone(ranks, rank, given, model, epoch_steps):
     """What one rank of a data-sliced training does by itself, from `model` on, for these (epoch, step)."""
-    samples, dealer = data(), Dealer(data(), ranks, BATCH, "shards")
+    samples, sampler = data(), EpochSampler(data(), ranks, BATCH, "shards")
     optimizer = torch.optim.SGD(model.parameters(), lr=given["lr"], momentum=given["momentum"])
     for epoch, step in epoch_steps:
-        positions = dealer.positions(epoch, step, rank)
+        positions = sampler.positions(epoch, step, rank)
         optimizer.zero_grad()
         inputs, labels = take(samples, positions if len(positions) else [0, 0])
-        (F.cross_entropy(model(inputs), labels) * dealer.weight(step, rank)).backward()
+        (F.cross_entropy(model(inputs), labels) * sampler.weight(step, rank)).backward()
         optimizer.step()
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -125,7 +125,7 @@ def first_model():
 
 def test_slices_trained_alone_are_averaged_at_the_end(cluster):
     given = options(cluster.workers)
-    steps = [(e, s) for e in range(given["epochs"]) for s in range(Dealer(data(), cluster.workers, BATCH).steps)]
+    steps = [(e, s) for e in range(given["epochs"]) for s in range(EpochSampler(data(), cluster.workers, BATCH).steps)]
     vectors = [alone(cluster.workers, rank, given, first_model(), steps) for rank in range(cluster.workers)]
     result = dlab.train(network, data(), dlab.ModelAveraging(), on=cluster, **given).wait(60)
     found = torch.nn.utils.parameters_to_vector(result.model.parameters()).detach()
@@ -136,7 +136,7 @@ def test_slices_trained_alone_are_averaged_at_the_end(cluster):
 def test_local_sgd_with_an_outer_optimizer(cluster):
     """Every 5 steps, by hand: the way from the common model to the mean is a gradient for Nesterov."""
     ranks, given = cluster.workers, options(cluster.workers, momentum=0.0)
-    steps = [(e, s) for e in range(given["epochs"]) for s in range(Dealer(data(), ranks, BATCH).steps)]
+    steps = [(e, s) for e in range(given["epochs"]) for s in range(EpochSampler(data(), ranks, BATCH).steps)]
     common = torch.nn.utils.parameters_to_vector(first_model().parameters()).detach()
     velocity = None
     for begin in range(0, len(steps), 5):
@@ -178,10 +178,17 @@ class WithUnused(nn.Module):
         return layer(self.norm(inputs.float()))
 
 
-@pytest.mark.parametrize("name", ["sync", "all-reduce", "sharded update"])
+WITH_UNUSED = {
+    **{name: SYNCHRONOUS[name] for name in ("sync", "all-reduce", "sharded update")},
+    "DDP": dlab.DDP(find_unused_parameters=True),
+    "averaging": dlab.ModelAveraging(every=2),
+}
+
+
+@pytest.mark.parametrize("name", WITH_UNUSED)
 def test_layers_that_a_batch_does_not_use_and_buffers(cluster, name):
     even = TensorDataset(*(tensor[:48] for tensor in data().tensors))  # batch norm refuses a batch of one
-    result = dlab.train(WithUnused, even, SYNCHRONOUS[name], on=cluster, epochs=2, batch_size=BATCH).wait(60)
+    result = dlab.train(WithUnused, even, WITH_UNUSED[name], on=cluster, epochs=2, batch_size=BATCH).wait(60)
     assert result.identical
     assert result.model.norm.num_batches_tracked > 0
 
@@ -203,11 +210,11 @@ def data_in_float():
 
 def simulate(ranks, given, clock):
     """Asynchronous training by one process: all events of the virtual clock in order, each rank with its own model."""
-    samples, dealer = data(), Dealer(data(), ranks, BATCH)
-    steps = [(e, s) for e in range(given["epochs"]) for s in range(dealer.steps)]
+    samples, sampler = data(), EpochSampler(data(), ranks, BATCH)
+    steps = [(e, s) for e in range(given["epochs"]) for s in range(sampler.steps)]
     models = [first_model() for _ in range(ranks)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=given["lr"], momentum=given["momentum"]) for m in models]
-    inboxes, made, staleness = [[] for _ in range(ranks)], [[0] * ranks for _ in range(ranks)], []
+    mailboxes, made, staleness = [[] for _ in range(ranks)], [[0] * ranks for _ in range(ranks)], []
 
     def update(rank, source, gradient, seen):
         staleness.append(sum(max(0, mine - theirs) for mine, theirs in zip(made[rank], seen, strict=True)))
@@ -217,14 +224,14 @@ def simulate(ranks, given, clock):
         made[rank][source] += 1
 
     def begin(rank, number):
-        for letter in inboxes[rank]:
-            update(rank, *letter)
-        inboxes[rank].clear()
+        for message in mailboxes[rank]:
+            update(rank, *message)
+        mailboxes[rank].clear()
         epoch, step = steps[number]
-        positions = dealer.positions(epoch, step, rank)
+        positions = sampler.positions(epoch, step, rank)
         models[rank].zero_grad()
         inputs, labels = take(samples, positions if len(positions) else [0, 0])
-        (F.cross_entropy(models[rank](inputs), labels) * dealer.weight(step, rank)).backward()
+        (F.cross_entropy(models[rank](inputs), labels) * sampler.weight(step, rank)).backward()
         return [parameter.grad.clone() for parameter in models[rank].parameters()], list(made[rank])
 
     ends = sorted(end for rank in range(ranks) for end in islice(clock.ends(rank), len(steps)))
@@ -233,13 +240,13 @@ def simulate(ranks, given, clock):
         gradient, seen = under_way[rank]
         update(rank, rank, gradient, seen)
         for other in set(range(ranks)) - {rank}:
-            inboxes[other].append((rank, gradient, seen))
+            mailboxes[other].append((rank, gradient, seen))
         numbers[rank] += 1
         if numbers[rank] < len(steps):
             under_way[rank] = begin(rank, numbers[rank])
     for rank in range(ranks):
-        for letter in inboxes[rank]:
-            update(rank, *letter)
+        for message in mailboxes[rank]:
+            update(rank, *message)
     vectors = [torch.nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
     return torch.stack(vectors).mean(0), staleness
 

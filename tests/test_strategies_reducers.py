@@ -1,10 +1,10 @@
-"""Three ways to average a long gradient in pieces, one behaviour: over any wire, by a backend, in shared memory."""
+"""Three ways to average a long gradient in pieces behave alike: any transport, a backend, shared memory."""
 
 import pytest
 import torch
 
 import dlab
-from dlab.collectives.fused import Fused
+from dlab.collectives.shared_allreduce import SharedAllReduce
 from dlab.strategies.reducers import BackendReducer, Reducer, SharedReducer, reducer_for
 
 RANKS, COUNT = 3, 1000
@@ -23,10 +23,10 @@ def _content(rank, turn):
 
 
 def _make(kind):
-    wire = dlab.transport()
+    transport = dlab.transport()
     if kind is SharedReducer:
-        return SharedReducer(wire, CPU, Fused.connect(wire))
-    return kind(wire, CPU)
+        return SharedReducer(transport, CPU, SharedAllReduce.connect(transport))
+    return kind(transport, CPU)
 
 
 def _means(kind):
@@ -58,7 +58,7 @@ def _sharded(kind):
     reducer = _make(kind)
     flat, weights = reducer.empty(COUNT, torch.float64), reducer.common(COUNT, torch.float64)
     weights.fill_(1.0)
-    reducer.wire.barrier()
+    reducer.transport.barrier()
     reducer.cut(flat, weights, PIECES, spread=False)
     for turn in range(4):
         flat.copy_(_content(dlab.rank(), turn))

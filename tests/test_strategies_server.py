@@ -11,8 +11,8 @@ from test_training_elastic import wait_for_step
 
 import dlab
 from dlab.data.batches import take
-from dlab.data.dealing import Dealer
-from dlab.kvstore import compression
+from dlab.data.sampler import EpochSampler
+from dlab.kvstore import parse_compression
 from dlab.training.checkpoints import open_checkpoint
 
 
@@ -65,7 +65,7 @@ def test_compressed_gradients_are_those_that_a_plain_loop_makes(how):
     strategy = dlab.ParameterServer("sync", compression=how)
     result = dlab.train(network_in_float, data_in_float(), strategy, workers=ranks, **given).wait(60)
 
-    samples, dealer, squeeze = data_in_float(), Dealer(data_in_float(), ranks, 12), compression(how)
+    samples, sampler, squeeze = data_in_float(), EpochSampler(data_in_float(), ranks, 12), parse_compression(how)
     torch.manual_seed(1234)
     model = network_in_float()
     parameters = list(model.parameters())
@@ -74,11 +74,11 @@ def test_compressed_gradients_are_those_that_a_plain_loop_makes(how):
     residuals = [torch.zeros(count) for _ in range(ranks)]
     code, sent = torch.empty(squeeze.nbytes(count), dtype=torch.uint8), torch.empty(count)
     for epoch in range(3):
-        for step in range(dealer.steps):
+        for step in range(sampler.steps):
             total = torch.zeros(count)
             for rank in range(ranks):
-                inputs, labels = take(samples, dealer.positions(epoch, step, rank))
-                loss = F.cross_entropy(model(inputs), labels) * dealer.weight(step, rank)
+                inputs, labels = take(samples, sampler.positions(epoch, step, rank))
+                loss = F.cross_entropy(model(inputs), labels) * sampler.weight(step, rank)
                 gradient = torch.cat([each.view(-1) for each in torch.autograd.grad(loss, parameters)])
                 squeeze.encode(gradient, residuals[rank], code)
                 squeeze.decode(code, sent)

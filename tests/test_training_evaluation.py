@@ -91,7 +91,7 @@ def draw(samples, classes=4, seed=0):
 def score_as_given(scores, labels, ranks=1, **options):
     """The evaluations of all ranks, of a model that returns its input."""
     data = TensorDataset(torch.as_tensor(scores), torch.as_tensor(labels))
-    return dlab.rehearse(lambda wire: evaluate(nn.Identity(), data, wire, **options), ranks=ranks)
+    return dlab.rehearse(lambda transport: evaluate(nn.Identity(), data, transport, **options), ranks=ranks)
 
 
 # --------------------------------------------------------------------------------------- equal, for any number of ranks
@@ -136,10 +136,10 @@ def test_fewer_samples_than_ranks_with_scores_of_any_type(dtype):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_network_on_images(ranks):
     torch.manual_seed(0)
-    model, data = dlab.SimpleCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(500))
+    model, data = dlab.SmallCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(500))
     images, labels = dlab.mnist(train=False)[:500]
     scores = model(images).detach()
-    for found in dlab.rehearse(lambda wire: evaluate(model, data, wire, batch_size=64), ranks=ranks):
+    for found in dlab.rehearse(lambda transport: evaluate(model, data, transport, batch_size=64), ranks=ranks):
         assert found.confusion.tolist() == plain_confusion(scores.tolist(), labels.tolist(), 10)
         assert found.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-5)
         expected = [
@@ -159,14 +159,14 @@ def in_a_worker(scores, labels, images):
     torch.manual_seed(0)
     given = evaluate(nn.Identity(), TensorDataset(scores, labels), dlab.transport(), batch_size=16)
     digits = torch.utils.data.Subset(dlab.mnist(train=False), range(images))
-    return dlab.rank(), given, evaluate(dlab.SimpleCNN().to(dlab.device()), digits, dlab.transport())
+    return dlab.rank(), given, evaluate(dlab.SmallCNN().to(dlab.device()), digits, dlab.transport())
 
 
 def test_real_processes_get_what_one_process_gets():
     scores, labels = draw(301, classes=7)
     alone = evaluate(nn.Identity(), TensorDataset(scores, labels))
     torch.manual_seed(0)
-    network = evaluate(dlab.SimpleCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(101)))
+    network = evaluate(dlab.SmallCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(101)))
     with dlab.Cluster(2, backend="gloo") as cluster:
         results = cluster.run(in_a_worker, scores, labels, 101, timeout=60)
     assert [rank for rank, _, _ in results] == [0, 1]
@@ -179,7 +179,7 @@ def test_real_processes_get_what_one_process_gets():
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_gets_its_data_there():
     torch.manual_seed(0)
-    model, data = dlab.SimpleCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(200))
+    model, data = dlab.SmallCNN(), torch.utils.data.Subset(dlab.mnist(train=False), range(200))
     on_cpu, on_gpu = evaluate(model, data), evaluate(model.cuda(), data)
     assert on_gpu.confusion.device == on_gpu.average_precision.device == torch.device("cpu")
     assert on_gpu.samples == 200 and on_gpu.loss == pytest.approx(on_cpu.loss, rel=1e-3)
@@ -206,7 +206,7 @@ class Asked(Dataset):
 @pytest.mark.parametrize(("samples", "ranks"), [(12, 3), (11, 3), (13, 5), (10, 1)])
 def test_each_rank_takes_its_own_part_batch_by_batch(samples, ranks):
     data = Asked(samples)
-    dlab.rehearse(lambda wire: evaluate(nn.Identity(), data, wire, batch_size=2), ranks=ranks)
+    dlab.rehearse(lambda transport: evaluate(nn.Identity(), data, transport, batch_size=2), ranks=ranks)
     for rank, part in enumerate(torch.arange(samples).tensor_split(ranks)):
         assert data.asked[f"rank {rank}"] == [batch.tolist() for batch in part.split(2)]
 
@@ -261,7 +261,7 @@ def test_modules_are_in_evaluation_mode_meanwhile_and_as_before_afterwards(ranks
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags = [module.training for module in model.modules()]
     data = Slow(*draw(7, classes=3))
-    results = dlab.rehearse(lambda wire: evaluate(model, data, wire, batch_size=2), ranks=ranks)
+    results = dlab.rehearse(lambda transport: evaluate(model, data, transport, batch_size=2), ranks=ranks)
     assert model.modes == {(False, True, False)}
     assert [module.training for module in model.modules()] == flags and True in flags and False in flags
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -457,9 +457,9 @@ def test_a_label_outside_the_classes_is_named_on_every_rank(label, ranks):
     scores, labels = draw(8, classes=3)
     labels[6] = label
 
-    def work(wire):
+    def work(transport):
         with pytest.raises(ValueError) as problem:
-            evaluate(nn.Identity(), TensorDataset(scores, labels), wire)
+            evaluate(nn.Identity(), TensorDataset(scores, labels), transport)
         return str(problem.value)
 
     sentence = f"sample 6 has the label {label}, but the model scores the classes 0 to 2"

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import dlab
-from dlab.data.dealing import Dealer
+from dlab.data.sampler import EpochSampler
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RANKS, SEED, STEPS, BATCH = 4, 1234, 25, 128
@@ -18,12 +18,12 @@ def cluster():
         yield cluster
 
 
-def train(cluster, strategy, model=dlab.SimpleCNN, data="mnist", lr=0.05, momentum=0.9):
+def train(cluster, strategy, model=dlab.SmallCNN, data="mnist", lr=0.05, momentum=0.9):
     return dlab.train(model, data, strategy, on=cluster, lr=lr, momentum=momentum, seed=SEED).wait(280)
 
 
 def test_synchronous_training_reaches_97_and_a_half_percent(cluster):
-    result = train(cluster, dlab.AllReduceSGD())
+    result = train(cluster, dlab.AllReduceSGD(), model=dlab.SimpleCNN)
     assert len(result.losses) == 469
     assert result.evaluation.samples == 10_000
     assert result.accuracy >= 0.975
@@ -31,7 +31,7 @@ def test_synchronous_training_reaches_97_and_a_half_percent(cluster):
 
 
 def precise_model():
-    return dlab.SimpleCNN().double()
+    return dlab.SmallCNN().double()
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,12 @@ def few_images():
 @pytest.fixture(scope="module")
 def alone(few_images):
     """The losses of one process on the same global batches, and the weights that it comes to."""
-    dealer, losses = Dealer(few_images, RANKS, BATCH, "shards", SEED), []
+    sampler, losses = EpochSampler(few_images, RANKS, BATCH, "shards", SEED), []
     torch.manual_seed(SEED)
     model = precise_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
-        images, labels = few_images[torch.cat([dealer.positions(0, step, rank) for rank in range(RANKS)])]
+        images, labels = few_images[torch.cat([sampler.positions(0, step, rank) for rank in range(RANKS)])]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()

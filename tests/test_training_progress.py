@@ -1,8 +1,11 @@
 """`dlab train`: in a cluster of its own, under torchrun, under `dlab run`, and across two hosts: one result."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import netns
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from dlab import cli
 from dlab.training.checkpoints import open_checkpoint
+from dlab.training.saving import Folder
 
 FEW = ["--model", "two_layer", "--batch-size", "1200", "--lr", "0.1"]  # 50 steps
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -35,13 +39,13 @@ def assert_equal(one, other):
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
-    """What a cluster of two workers comes to."""
+    """What a cluster of two workers comes to, and where it is saved."""
     folder = tmp_path_factory.mktemp("cluster")
     answer = run(sys.executable, *command(folder), "--workers", "2")
     assert answer.returncode == 0, answer.stderr
     assert re.search(r"SyncSGD.* on 2 ranks: 50 steps in [\d.]+ s, last loss 0\.\d+; test accuracy 9\d", answer.stdout)
     assert "equal to the last bit" in answer.stdout.replace("\n", " ")
-    return weights(folder)
+    return weights(folder), folder
 
 
 @pytest.mark.slow
@@ -49,7 +53,36 @@ def test_under_torchrun(truth, tmp_path):
     answer = run(*TORCHRUN, "--nproc-per-node", "2", *command(tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert "SyncSGD(allreduce=ring_allreduce) on 2 ranks: 50 steps" in answer.stdout
-    assert_equal(weights(tmp_path), truth)
+    assert_equal(weights(tmp_path), truth[0])
+
+
+def test_the_folder_of_another_training_is_refused_in_one_line(truth, tmp_path, capsys):
+    """The same for a rank of a launcher, which is told before it looks for the others."""
+    shutil.copytree(truth[1], tmp_path, dirs_exist_ok=True)
+    for environment in ({}, {"RANK": "0", "WORLD_SIZE": "2"}):
+        with mock.patch.dict(os.environ, environment):
+            assert cli.main(["train", *FEW, "--checkpoint", str(tmp_path)]) == 1
+            complaint = capsys.readouterr().err
+        assert complaint.startswith(f"dlab: {tmp_path} holds the checkpoints of another training, up to step-00000050")
+        assert len(complaint.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_it_is_overwritten_and_gone_on_with_under_torchrun(truth, tmp_path):
+    shutil.copytree(truth[1], tmp_path, dirs_exist_ok=True)
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2", *command(tmp_path)]
+    with Folder(tmp_path) as folder:  # somebody else is at it
+        folder.take()
+        answer = run(*torchrun, "--overwrite")
+        assert answer.returncode != 0
+        assert f"is in use, process {os.getpid()} on" in answer.stderr
+    assert_equal(weights(tmp_path), truth[0])  # still there
+    answer = run(*torchrun, "--overwrite", "--seed", "7", "--every", "20")
+    assert answer.returncode == 0, answer.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000040"]
+    answer = run(*torchrun, "--resume", str(tmp_path / "step-00000020"), "--every", "15")
+    assert answer.returncode == 0, answer.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000045"]
 
 
 @pytest.mark.slow
@@ -77,7 +110,7 @@ def test_across_two_hosts_it_is_the_same(truth, tmp_path, strategy):
     assert "equal to the last bit" in answers[0].output
     found = weights(tmp_path)
     if strategy == "sync":  # the same sums in the same order
-        assert_equal(found, truth)
+        assert_equal(found, truth[0])
 
 
 @pytest.mark.parametrize(

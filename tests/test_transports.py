@@ -15,12 +15,12 @@ def cluster():
         yield cluster
 
 
-WIRES = {"shared memory": connect, "gloo": TorchTransport}
-wires = pytest.mark.parametrize("wire", list(WIRES.values()), ids=list(WIRES))
+KINDS = {"shared memory": connect, "gloo": TorchTransport}
+kinds = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 
 
-def _all_collectives(wire, elements, dtype):
-    transport = wire()
+def _all_collectives(kind, elements, dtype):
+    transport = kind()
     rank, size = transport.rank, transport.size
     mine = torch.arange(elements).mul(rank + 1).to(dtype)
     found = {}
@@ -34,16 +34,16 @@ def _all_collectives(wire, elements, dtype):
     return found
 
 
-@wires
+@kinds
 @pytest.mark.parametrize("elements", [0, 1, 10, 200_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_collectives_equal_the_plain_computation(cluster, wire, elements, dtype):
+def test_collectives_equal_the_plain_computation(cluster, kind, elements, dtype):
     inputs = [torch.arange(elements).mul(rank + 1).to(dtype) for rank in range(3)]
     total = inputs[0].clone()
     for other in inputs[1:]:
         total += other
     close = {"rtol": 2e-2 if dtype == torch.bfloat16 else 0.0, "atol": 0.0}
-    for rank, found in enumerate(cluster.run(_all_collectives, wire, elements, dtype, timeout=60)):
+    for rank, found in enumerate(cluster.run(_all_collectives, kind, elements, dtype, timeout=60)):
         for name in ("naive", "tree", "ring", "halving_doubling", "hierarchical"):
             assert torch.allclose(found[name], total, **close), name
         assert torch.allclose(found["part"], total.tensor_split(3)[rank], **close)
@@ -51,26 +51,26 @@ def test_collectives_equal_the_plain_computation(cluster, wire, elements, dtype)
         assert torch.equal(found["swapped"], torch.stack([each + rank for each in inputs]))
 
 
-def _disagree(wire, elements, dtype):
-    transport = wire()
+def _disagree(kind, elements, dtype):
+    transport = kind()
     if dlab.rank() == 0:
         transport.send(torch.ones(4), 1)
     elif dlab.rank() == 1:
         transport.recv(torch.ones(elements, dtype=dtype), 0)
 
 
-@wires
+@kinds
 @pytest.mark.parametrize(
     ("elements", "dtype", "expected"), [(5, torch.float32, "5 float32"), (3, torch.float32, "3 float32")]
 )
-def test_ends_that_disagree_are_both_named(cluster, wire, elements, dtype, expected):
+def test_ends_that_disagree_are_both_named(cluster, kind, elements, dtype, expected):
     with pytest.raises(dlab.WorkerError, match=f"rank 0 sent 4 float32 to rank 1, which expected {expected}") as error:
-        cluster.run(_disagree, wire, elements, dtype, timeout=30)
+        cluster.run(_disagree, kind, elements, dtype, timeout=30)
     assert error.value.rank == 1
 
 
-def _swap_first_and_last(wire, elements):
-    transport = wire()
+def _swap_first_and_last(kind, elements):
+    transport = kind()
     if transport.rank == 1:
         return None
     other = 2 - transport.rank
@@ -79,14 +79,14 @@ def _swap_first_and_last(wire, elements):
     return theirs.unique().tolist()
 
 
-@wires
-def test_exchange_between_two_ranks_never_deadlocks_however_large_the_tensor(cluster, wire):
-    found = cluster.run(_swap_first_and_last, wire, 3_000_000, timeout=60)
+@kinds
+def test_exchange_between_two_ranks_never_deadlocks_however_large_the_tensor(cluster, kind):
+    found = cluster.run(_swap_first_and_last, kind, 3_000_000, timeout=60)
     assert found == [[2.0], None, [0.0]]
 
 
-def _wait_in_vain(wire, *args):
-    transport = wire(*args)
+def _wait_in_vain(kind, *args):
+    transport = kind(*args)
     if transport.rank == 2:
         transport.recv(torch.empty(1), 0)
 

@@ -32,8 +32,8 @@ def _allreduce(name, elements, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 def test_collectives_on_gpus_equal_the_plain_computation(cluster, name, elements, dtype):
     inputs = [torch.arange(elements).mul(rank + 1).to(dtype) for rank in range(cluster.workers)]
-    for wire, found in cluster.run(_allreduce, name, elements, dtype, timeout=120):
-        assert wire is TorchTransport
+    for kind, found in cluster.run(_allreduce, name, elements, dtype, timeout=120):
+        assert kind is TorchTransport
         torch.testing.assert_close(found, sum(inputs))
 
 

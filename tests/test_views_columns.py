@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from dlab.events import Event, EventRing
-from dlab.views import GradientFlow, LossCurves, Messages, ShardTable, Throughput, Timeline
-from dlab.views.columns import NAMES, Arrivals, Table
+from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Throughput, Timeline
+from dlab.views.columns import NAMES, Arrivals, GrowingTable
 from dlab.views.ranks import Ranks
 
-VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardTable)
+VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardView)
 
 
 def some_events(count=300, ranks=3, seed=0):
@@ -122,7 +122,7 @@ def test_nothing_is_nothing():
 
 def test_a_table_keeps_its_rows_while_it_grows():
     random.seed(1)
-    table, plain = Table(2), []
+    table, plain = GrowingTable(2), []
     for _ in range(200):
         before, seen = table.rows, len(plain)
         fresh = [(random.random(), random.random()) for _ in range(random.randrange(5))]

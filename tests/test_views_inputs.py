@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from dlab.views.inputs import Factors, Steps, control
+from dlab.views.inputs import LinearScale, LogScale, control
 
 
 class _Panel:
@@ -74,10 +74,10 @@ def test_a_slider_moved_by_hand_writes_round_values_and_its_middle_is_the_value_
 
 
 def test_scales_know_their_places():
-    assert [Factors(0.05).value(place) for place in (-20, -10, -3, 0, 1, 2, 10, 20)] == [
+    assert [LogScale(0.05).value(place) for place in (-20, -10, -3, 0, 1, 2, 10, 20)] == [
         *(0.0005, 0.005, 0.025, 0.05, 0.0625, 0.08, 0.5, 5.0)
     ]
-    for scale in (Factors(0.05), Factors(-2.0), Steps(-4, 10), Steps(0, 20, 0.05)):
+    for scale in (LogScale(0.05), LogScale(-2.0), LinearScale(-4, 10), LinearScale(0, 20, 0.05)):
         places = list(range(scale.low, scale.high + 1))
         assert [scale.position(scale.value(place)) for place in places] == places
 

@@ -15,11 +15,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 import dlab
-from dlab.views import LossCurves, ShardTable, Staleness, Throughput, Timeline
+from dlab.views import LossCurves, ShardView, Staleness, Throughput, Timeline, base
+from dlab.views.base import COLOURS, places_of
 from dlab.views.curves import _running_mean
 from dlab.views.page import BROWSER
 from dlab.views.ranks import Ranks
-from dlab.views.still import COLOURS, places_of
 
 VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness)
 RUNS = {
@@ -78,24 +78,35 @@ def test_an_explosion_leaves_the_rest_readable_and_is_marked():
     view = LossCurves(exploded())
     axes = view.figure().axes[0]
     assert 2.3 < axes.get_ylim()[1] < 10
-    assert view.note() == "▲ up to 2.6e+08, ✕ not finite from step 58"
-    assert view.note() in str(view) and view.note() in view.alt and axes.get_title(loc="right") == view.note()
+    assert view.note() == (
+        "▲ up to 2.6e+08; ✕ the loss of rank 0 and rank 2 is infinite since step 58, "
+        "the loss of rank 1 and rank 3 is not a number since step 58: is the learning rate too large?"
+    )
+    assert view.note() in str(view) and view.note() in view.alt
+    assert axes.get_title(loc="right").replace("\n", " ") == view.note()
     marks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "^"]
     assert marks == [41] * 4  # the first step that is above the picture
-    assert all(curve["lost"]["step"] == 41 for curve in view.data()["curves"][:4])
+    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "X"]
+    assert crosses == [58] * 4 and axes.get_xlim()[1] > 59  # and the steps after it have their place
+    for curve in view.data()["curves"][:4]:
+        assert [(end["sign"], end["step"]) for end in curve["lost"]] == [("▲", 41), ("✕", 58)]
     calm = LossCurves(trained())
     assert calm.note() == "" and calm.top() is None and calm.lost() == {}
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_where_a_loss_is_no_longer_finite_is_marked(broken):
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [(float("nan"), "not a number"), (float("inf"), "infinite"), (-float("inf"), "minus infinity")],
+)
+def test_where_a_loss_is_no_longer_finite_is_marked(broken, words):
     losses = [2.0, 1.5, broken, broken]
     view = LossCurves(
         [dlab.Event(float(step), 0, "log", {"step": step, "loss": loss}) for step, loss in enumerate(losses)]
     )
     (cross,) = [line for line in view.figure().axes[0].lines if line.get_marker() == "X"]
-    assert cross.get_xdata()[0] == 2
-    assert "✕ not finite from step 2" in str(view) and "✕✕" in str(view)
+    assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2, 1.5)  # when, and as high as the last finite one
+    said = f"✕ the loss of rank 0 is {words} since step 2: is the learning rate too large?"
+    assert said in str(view) and said in view.alt and "✕✕" in str(view)
     only = LossCurves([dlab.Event(0.0, 0, "log", {"step": 0, "loss": broken})])
     assert "✕" in str(only) and only.figure() and only.data()
 
@@ -133,7 +144,7 @@ def test_a_rank_has_its_colour_in_every_view_also_when_others_tell_nothing():
     slices = [
         dlab.Event(0.0, r, "slice", {"tensor": "w", "shape": [4, 6], "slice": [[r, r + 1], [0, 6]]}) for r in (1, 3)
     ]
-    patches = ShardTable(slices).figure().subfigs[0].axes[0].patches
+    patches = ShardView(slices).figure().subfigs[0].axes[0].patches
     assert [to_hex(patch.get_facecolor()).upper() for patch in patches] == [COLOURS[1], COLOURS[3]]
 
 
@@ -142,7 +153,8 @@ def test_the_browser_has_the_same_colours():
     assert tuple(re.findall(r"#\w+", line)) == COLOURS
 
 
-def test_a_run_that_is_compared_keeps_its_colour_in_later_pictures():
+def test_a_run_that_is_compared_keeps_its_colour_in_later_pictures(monkeypatch):
+    monkeypatch.setattr(base, "_named", {})  # no picture has been drawn yet
     first = LossCurves({"plain": trained(), "ringed": trained(), "stale": trained()})
     colours = {curve["name"]: curve["colour"] for curve in first.data()["curves"]}
     assert len(set(colours.values())) == 3

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import dlab
-from dlab.views import ShardTable, shard_events
+from dlab.views import ShardView, shard_events
 
 
 def _slice(rank, tensor, shape, piece, time=1.0):
@@ -42,7 +42,7 @@ def test_events_of_a_partitioner_count_its_labels():
 
 
 def test_data_without_labels_has_counts_only():
-    view = ShardTable(shard_events(dlab.DataPartitioner(range(10), [0.5, 0.5])))
+    view = ShardView(shard_events(dlab.DataPartitioner(range(10), [0.5, 0.5])))
     assert str(view).splitlines() == ["train   samples", "rank 0        5", "rank 1        5"]
     assert isinstance(view.figure(), Figure)
 
@@ -52,7 +52,7 @@ def test_the_text_is_a_table_with_one_scale_for_all_bars():
         dlab.Event(1.0, 1, "shard", {"name": "train", "samples": 12, "histogram": [4, 8, 0]}),
         dlab.Event(1.0, 0, "shard", {"name": "train", "samples": 3, "histogram": [1, 1, 1]}),
     ]
-    assert str(ShardTable(events)).splitlines() == [
+    assert str(ShardView(events)).splitlines() == [
         "train   samples  labels 0..2  per label",
         "rank 0        3  ▁▁▁          1..1",
         "rank 1       12  ▄█·          0..8",
@@ -61,7 +61,7 @@ def test_the_text_is_a_table_with_one_scale_for_all_bars():
 
 def test_bars_are_as_tall_as_the_counts():
     parts = dlab.DataPartitioner(dlab.mnist(), [0.25] * 4, skew=0.5)
-    view = ShardTable(shard_events(parts))
+    view = ShardView(shard_events(parts))
     (axes,) = [axes for axes in view.figure().subfigs[0].axes if axes.patches]
     heights = np.array([abs(bar.get_height()) for bar in axes.patches]).reshape(4, 10)
     counts = np.array([list(row.histogram.values()) for row in parts.table().rows])
@@ -70,7 +70,7 @@ def test_bars_are_as_tall_as_the_counts():
 
 
 def test_replicated_slices_are_one_part_with_all_their_ranks():
-    parts = ShardTable(_quarters()).tensors["w"].parts()
+    parts = ShardView(_quarters()).tensors["w"].parts()
     assert parts == [
         (((0, 2), (0, 3)), [0, 4]),
         (((0, 2), (3, 6)), [1, 5]),
@@ -80,7 +80,7 @@ def test_replicated_slices_are_one_part_with_all_their_ranks():
 
 
 def test_the_rectangles_cover_every_element_with_its_own_ranks():
-    view = ShardTable(_quarters())
+    view = ShardView(_quarters())
     (axes,) = view.figure().subfigs[0].axes
     words = {(text.get_position()): text.get_text() for text in axes.texts}
     for row in range(4):
@@ -92,7 +92,7 @@ def test_the_rectangles_cover_every_element_with_its_own_ranks():
 
 
 def test_slices_as_text():
-    lines = str(ShardTable(_quarters())).splitlines()
+    lines = str(ShardView(_quarters())).splitlines()
     assert lines[0] == "w (4 × 6)  slice       elements  of the whole"
     assert lines[6] == "rank 5     [0:2, 3:6]         6  0.25"
     assert len(lines) == 9
@@ -110,7 +110,7 @@ def test_slices_as_text():
     ],
 )
 def test_a_tensor_is_drawn_along_the_dimensions_that_are_cut(shape, piece, sides, drawable):
-    view = ShardTable([_slice(0, "t", shape, piece)])
+    view = ShardView([_slice(0, "t", shape, piece)])
     tensor = view.tensors["t"]
     assert tensor.sides() == sides and tensor.drawable == drawable
     assert len(view.data()["tensors"]) == drawable
@@ -120,13 +120,13 @@ def test_a_tensor_is_drawn_along_the_dimensions_that_are_cut(shape, piece, sides
 
 def test_what_a_rank_told_last_counts():
     events = [_slice(0, "w", (4,), [(0, 4)]), _slice(0, "w", (4,), [(0, 2)], time=2.0)]
-    assert ShardTable(events).tensors["w"].parts() == [(((0, 2),), [0])]
+    assert ShardView(events).tensors["w"].parts() == [(((0, 2),), [0])]
     shards = [dlab.Event(float(n), 0, "shard", {"name": "train", "samples": n}) for n in (5, 6)]
-    assert ShardTable(shards).shards["train"][0].samples == 6
+    assert ShardView(shards).shards["train"][0].samples == 6
 
 
 def test_nothing_yet_is_said_and_drawn():
-    view = ShardTable([dlab.Event(1.0, 0, "log", {"step": 0})])
+    view = ShardView([dlab.Event(1.0, 0, "log", {"step": 0})])
     assert view.empty and "no rank has told" in str(view) and "no rank has told" in view.alt
     assert isinstance(view.figure(), Figure)
 
@@ -135,7 +135,7 @@ def test_what_goes_to_the_browser_is_bounded(tmp_path):
     many = [
         dlab.Event(1.0, rank, "shard", {"name": "huge", "samples": 9, "histogram": [1] * 5000}) for rank in range(100)
     ]
-    view = ShardTable([*many, *(_slice(0, f"t{number}", (4,), [(0, 2)]) for number in range(50))])
+    view = ShardView([*many, *(_slice(0, f"t{number}", (4,), [(0, 2)]) for number in range(50))])
     data = view.data()
     (huge,) = data["sets"]
     assert len(huge["rows"]) == 32 and all(row["histogram"] == [] for row in huge["rows"])
@@ -147,5 +147,5 @@ def test_what_goes_to_the_browser_is_bounded(tmp_path):
 
 
 def test_it_does_not_hide_the_table_of_the_partitioner():
-    assert "ShardTable" not in dir(dlab)
-    assert dlab.data.ShardTable is not ShardTable
+    assert "ShardView" not in dir(dlab)
+    assert isinstance(dlab.DataPartitioner(range(9), [1.0]).table(), dlab.data.ShardTable)

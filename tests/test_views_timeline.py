@@ -17,15 +17,15 @@ from dlab.views import Timeline
 from dlab.views.lanes import LOOK
 
 
-def _run(computes, steps=40, wire=0.002, begin=1000.0, jitter=0.0, seed=0):
+def _run(computes, steps=40, transport=0.002, begin=1000.0, jitter=0.0, seed=0):
     """Ranks that compute so many seconds a step and meet at its end, as after an all-reduce."""
     random.seed(seed)
     events, now = [], begin
     for step in range(steps):
         own = {rank: seconds * (1 + jitter * random.random()) for rank, seconds in computes.items()}
-        now += max(own.values()) + wire
+        now += max(own.values()) + transport
         for rank, compute in own.items():
-            data = {"step": step, "compute": compute, "wait": max(own.values()) + wire - compute}
+            data = {"step": step, "compute": compute, "wait": max(own.values()) + transport - compute}
             events.append(dlab.Event(now, rank, "log", data))
     return events
 
@@ -67,8 +67,8 @@ def test_everybody_waits_for_the_one_that_computes_longest():
     assert lines[2] == "rank 2  compute  99 %  wait   1 %  slow"
 
 
-def test_nobody_waits_among_equals_however_long_the_wire_takes():
-    view = Timeline(_run({0: 0.01, 1: 0.011, 2: 0.0105}, wire=0.05))
+def test_nobody_waits_among_equals_however_long_the_transport_takes():
+    view = Timeline(_run({0: 0.01, 1: 0.011, 2: 0.0105}, transport=0.05))
     assert all(share.wait > 0.3 for share in view.shares().values())
     assert view.waiting() == {} and view.slow() == []
 
@@ -105,7 +105,7 @@ def test_nobody_waits_for_the_dead_and_their_end_is_told():
 
 
 def test_a_single_rank_waits_for_nobody():
-    assert Timeline(_run({0: 0.1}, wire=0.5)).waiting() == {}
+    assert Timeline(_run({0: 0.1}, transport=0.5)).waiting() == {}
 
 
 def test_shown_are_about_thirty_steps_or_five_seconds():

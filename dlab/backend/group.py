@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from dlab import collectives
-from dlab.backend.hosts import GlooTransport, Parcels
+from dlab.backend.hosts import GlooPointToPoint, GlooTransport
 from dlab.backend.monitored import meet_monitored
-from dlab.backend.post import ANYONE, Post
-from dlab.backend.works import Clerk, Pending
-from dlab.collectives.fused import Fused
+from dlab.backend.point_to_point import ANY_SOURCE, PointToPoint
+from dlab.backend.works import Pending, TaskQueue
 from dlab.collectives.ops import finish, prepare
 from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
+from dlab.collectives.shared import SharedCollectives
 from dlab.transports import Recorder, SharedTransport, StoreTransport, Transport, connect
 
 Emit = Callable[[str, dict[str, Any]], object]
@@ -38,7 +38,7 @@ OPS = {
 
 
 class DlabGroup(dist.ProcessGroup):
-    """Every collective is a task for one clerk, so that all ranks do them in the order in which they were asked for.
+    """Every collective goes through one task queue, so that all ranks do them in the order in which they were called.
 
     On one host the ranks share memory; between hosts gloo carries the messages.
     """
@@ -55,30 +55,33 @@ class DlabGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = self._description = ""
         self._store, self._timeout, self._monitored = store, timedelta(seconds=timeout), 0
-        meeting = StoreTransport(store, rank, size)
-        wire = connect(meeting, timeout)
-        self._post: Post | Parcels
-        if isinstance(wire, SharedTransport):
-            letters = connect(wire, timeout)
-            assert isinstance(letters, SharedTransport)
-            self._post, self._fused = Post(letters, "dlab-post"), Fused.connect(wire, timeout)
+        rendezvous = StoreTransport(store, rank, size)
+        transport = connect(rendezvous, timeout)
+        self._post: PointToPoint | GlooPointToPoint
+        if isinstance(transport, SharedTransport):
+            messages = connect(transport, timeout)
+            assert isinstance(messages, SharedTransport)
+            self._post, self._shared = (
+                PointToPoint(messages, "dlab-post"),
+                SharedCollectives.connect(transport, timeout),
+            )
         else:
             gloo = dist.ProcessGroupGloo(store, rank, size, self._timeout)
-            wire, self._post, self._fused = GlooTransport(gloo), Parcels(gloo), None
-        self._bare: Transport = wire
-        self._wire: Transport = Recorder(wire, emit) if emit and allreduce else wire
-        self._clerk = Clerk("dlab-clerk")
+            transport, self._post, self._shared = GlooTransport(gloo), GlooPointToPoint(gloo), None
+        self._bare: Transport = transport
+        self._transport: Transport = Recorder(transport, emit) if emit and allreduce else transport
+        self._task_queue = TaskQueue("dlab-task queue")
         self._plugged = allreduce
         self._takes_op = allreduce is not None and "op" in inspect.signature(allreduce).parameters
 
     # names: torch keeps those of a group in its backends, which a group written in Python has not
 
     def getBackendName(self) -> str:
-        """Of the backend."""
+        """The name under which torch.distributed knows this backend: `dlab`."""
         return "dlab"
 
     def setGroupName(self, name: str) -> None:
-        """Given by torch.distributed."""
+        """Keep the name that torch.distributed gives the group, for messages that mention it."""
         self._name = name
 
     def getGroupName(self) -> str:
@@ -90,7 +93,7 @@ class DlabGroup(dist.ProcessGroup):
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """For logs."""
+        """A description of the group, for torch.distributed's logs."""
         return self._description
 
     _set_group_name, group_name = setGroupName, property(getGroupName)
@@ -99,7 +102,7 @@ class DlabGroup(dist.ProcessGroup):
     # reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
-        """In place."""
+        """Combine the tensors of all ranks; each ends with the result in its own tensor."""
 
         def task() -> None:
             for tensor in tensors:
@@ -114,26 +117,26 @@ class DlabGroup(dist.ProcessGroup):
             self._reduce_sparse(tensor, op)
             return
         row, _ = prepare(tensor, op)
-        self._wire.label("all-reduce", 0)  # a function that labels nothing is not to be taken for what was before
+        self._transport.label("all-reduce", 0)  # a function that labels nothing is not to be taken for what was before
         if self._plugged is None:
-            if self._fused is not None:
-                self._fused.allreduce(row, op)
+            if self._shared is not None:
+                self._shared.allreduce(row, op)
             else:
-                collectives.ring_allreduce(row, self._wire, op)
+                collectives.ring_allreduce(row, self._transport, op)
         elif self._takes_op:
-            self._plugged(row, self._wire, op=op)
+            self._plugged(row, self._transport, op=op)
         elif op in ("sum", "mean"):
-            self._plugged(row, self._wire)
+            self._plugged(row, self._transport)
             finish(row, op, self.size())
         else:
-            collectives.ring_allreduce(row, self._wire, op)
+            collectives.ring_allreduce(row, self._transport, op)
 
     def _reduce_sparse(self, tensor: torch.Tensor, op: str) -> None:
         """Everyone gets everyone's entries, and adds them up."""
         if op != "sum":
             raise ValueError(f"sparse tensors can be summed, not reduced by {op!r}: call .to_dense() first")
         mine = tensor.detach().coalesce()
-        counts = collectives.all_gather(torch.tensor([mine._nnz()]), self._wire)
+        counts = collectives.all_gather(torch.tensor([mine._nnz()]), self._transport)
         total = torch.zeros_like(mine)
         parts = []
         for content in (mine.indices().t().contiguous(), mine.values().contiguous()):
@@ -145,11 +148,11 @@ class DlabGroup(dist.ProcessGroup):
         tensor.copy_(total)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Pending:
-        """To the root."""
+        """Combine the tensors of all ranks into the root's; those of the others keep what they hold."""
 
         def task() -> None:
             for tensor in tensors:
-                collectives.reduce(tensor, self._wire, opts.rootRank, _op(opts))
+                collectives.reduce(tensor, self._transport, opts.rootRank, _op(opts))
 
         return self._do(task, tensors, opts)
 
@@ -158,36 +161,48 @@ class DlabGroup(dist.ProcessGroup):
 
         def task() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                chunks = [part.detach().reshape(-1).clone() for part in parts]
-                _, combine = prepare(chunks[0], _op(opts))
-                collect_chunks(chunks, self._wire, combine)
-                mine = chunks[self.rank()]
-                finish(mine, _op(opts), self.size())
+                mine = self._combine_parts([part.detach().reshape(-1) for part in parts], _op(opts))
                 output.detach().copy_(mine.view(output.shape))
 
         return self._do(task, outputs, opts)
+
+    @property
+    def _memory(self) -> SharedCollectives | None:
+        """To go through, unless the all-reduce is one of the user's own: then every message is to be seen."""
+        return self._shared if self._plugged is None and self.size() > 1 else None
+
+    def _combine_parts(self, parts: Tensors, op: str) -> torch.Tensor:
+        _, combine = prepare(parts[0], op)
+        if (memory := self._memory) is not None:
+            mine = torch.empty_like(parts[self.rank()])
+            memory.reduce_scatter(torch.cat(list(parts)), mine, op)
+            return mine
+        chunks = [part.clone() for part in parts]
+        collect_chunks(chunks, self._transport, combine)
+        finish(chunks[self.rank()], op, self.size())
+        return chunks[self.rank()]
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
         """The same, with the parts one after another in one tensor."""
         return self.reduce_scatter([output], [self._cut(input)], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        """Several at once."""
+        """Several reduce-scatters in one call."""
         return self.reduce_scatter(outputs, [self._cut(each) for each in inputs], opts)
 
     # moving whole tensors
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Pending:
-        """From the root."""
+        """Copy the root's tensor to all ranks."""
 
         def task() -> None:
             for tensor in tensors:
-                collectives.broadcast(tensor, self._wire, opts.rootRank)
+                collectives.broadcast(tensor, self._transport, opts.rootRank)
 
         return self._do(task, tensors, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
-        """Everyone gets everyone's."""
+        """Every rank gets the tensors of all ranks, as a list."""
 
         def task() -> None:
             for rows, mine in zip(outputs, inputs, strict=True):
@@ -204,19 +219,23 @@ class DlabGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        """Several at once."""
+        """Several all-gathers in one call."""
 
         def task() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
-                self._share(self._cut(output), mine)
+                fits = output.is_contiguous() and output.numel() == self.size() * mine.numel()
+                if fits and (memory := self._memory) is not None:
+                    memory.all_gather(mine.detach().contiguous(), output.detach())
+                else:
+                    self._share(self._cut(output), mine)
 
         return self._do(task, list(outputs), opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
-        """The root gets everyone's."""
+        """The root gets the tensors of all ranks, as a list."""
 
         def task() -> None:
-            gathered = collectives.gather(inputs[0].contiguous(), self._wire, opts.rootRank)
+            gathered = collectives.gather(inputs[0].contiguous(), self._transport, opts.rootRank)
             for output, found in zip(outputs[0] if gathered else (), gathered or (), strict=True):
                 output.detach().copy_(found)
 
@@ -227,7 +246,7 @@ class DlabGroup(dist.ProcessGroup):
 
         def task() -> None:
             parts = [part.contiguous() for part in inputs[0]] if inputs else None
-            collectives.scatter(outputs[0], self._wire, parts, opts.rootRank)
+            collectives.scatter(outputs[0], self._transport, parts, opts.rootRank)
 
         return self._do(task, outputs, opts)
 
@@ -236,7 +255,7 @@ class DlabGroup(dist.ProcessGroup):
 
         def task() -> None:
             rows = [_contiguous(output) for output in outputs]
-            swap_parts([part.detach().contiguous() for part in inputs], rows, self._wire)
+            swap_parts([part.detach().contiguous() for part in inputs], rows, self._transport)
             _copy_back(rows, outputs)
 
         return self._do(task, outputs, opts)
@@ -253,7 +272,7 @@ class DlabGroup(dist.ProcessGroup):
         return self.alltoall(self._cut(output, output_splits), self._cut(input, input_splits), opts)
 
     def barrier(self, opts: Any = None) -> Pending:
-        """Everyone waits for everyone."""
+        """Return when all ranks have called it."""
         return self._do(self._bare.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -267,16 +286,16 @@ class DlabGroup(dist.ProcessGroup):
     # point to point
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> Any:
-        """One tensor."""
+        """Send one tensor to a rank; the receive with the same tag takes it."""
         return self._post.send(tensors[0], destination, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
-        """One tensor."""
+        """Receive one tensor from a rank, sent with the same tag."""
         return self._post.receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """One tensor, from whoever is first."""
-        return self._post.receive(tensors[0], ANYONE, tag)
+        return self._post.receive(tensors[0], ANY_SOURCE, tag)
 
     # the names that older code and C++ know
 
@@ -290,32 +309,39 @@ class DlabGroup(dist.ProcessGroup):
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory in which `allreduce` copies nothing. Every rank must call it."""
-        if self._fused is None:
+        if self._shared is None:
             return torch.empty(shape, dtype=dtype)
         made: list[torch.Tensor] = []
-        fused = self._fused
-        self._clerk.do(lambda: made.append(fused.empty(shape, dtype)), None, later=False).wait()
+        shared = self._shared
+        self._task_queue.do(lambda: made.append(shared.empty(shape, dtype)), None, later=False).wait()
         return made[0]
 
     def shutdown(self) -> None:
         """Whoever still waits is told so."""
         self._post.close()
-        self._clerk.close()
+        self._task_queue.close()
         if isinstance(self._bare, SharedTransport):
             self._bare.peers.closed = True
-        if self._fused is not None:
-            self._fused.table.peers.closed = True
+        if self._shared is not None:
+            self._shared.table.peers.closed = True
 
     abort = shutdown
 
     def _do(self, task: Callable[[], object], value: Any, opts: Any) -> Pending:
-        return self._clerk.do(task, value, later=opts is None or opts.asyncOp)
+        return self._task_queue.do(task, value, later=opts is None or opts.asyncOp)
 
     def _share(self, rows: Tensors, mine: torch.Tensor) -> None:
         """All-gather into tensors that are there."""
         chunks = [_contiguous(row) for row in rows]
-        chunks[self.rank()].copy_(mine.detach().view(chunks[self.rank()].shape))
-        pass_chunks(chunks, self._wire)
+        alike = all(chunk.numel() == mine.numel() for chunk in chunks)
+        if alike and (memory := self._memory) is not None:
+            together = torch.empty(self.size() * mine.numel(), dtype=mine.dtype)
+            memory.all_gather(mine.detach().reshape(-1), together)
+            for chunk, found in zip(chunks, together.view(self.size(), -1), strict=True):
+                chunk.copy_(found.view(chunk.shape))
+        else:
+            chunks[self.rank()].copy_(mine.detach().view(chunks[self.rank()].shape))
+            pass_chunks(chunks, self._transport)
         _copy_back(chunks, rows)
 
     def _cut(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:

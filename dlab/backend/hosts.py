@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dlab.backend.post import ANYONE
+from dlab.backend.point_to_point import ANY_SOURCE
 from dlab.transports import TorchTransport
-from dlab.transports.base import Parcel
+from dlab.transports.base import TensorAndRank
 
 
 class GlooTransport(TorchTransport):
@@ -17,9 +17,10 @@ class GlooTransport(TorchTransport):
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
         self.rank, self.size = gloo.rank(), gloo.size()
+        self._members = range(self.size)
         self._device = torch.device("cpu")
 
-    def _begin(self, outgoing: Parcel | None, incoming: Parcel | None) -> list[Any]:
+    def _begin(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> list[Any]:
         works = [] if outgoing is None else [self._gloo.send([outgoing[0]], outgoing[1], _COLLECTIVE)]
         return works if incoming is None else [*works, self._gloo.recv([incoming[0]], incoming[1], _COLLECTIVE)]
 
@@ -27,21 +28,21 @@ class GlooTransport(TorchTransport):
 _COLLECTIVE = 1 << 30  # a tag that no user takes
 
 
-class Parcels:
-    """What `Post` is on one host."""
+class GlooPointToPoint:
+    """What `PointToPoint` is on one host."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Any:
-        """gloo's own."""
+        """gloo's own send; ends when the tensor may be changed."""
         return self._gloo.send([tensor], destination, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """gloo's own."""
-        if source == ANYONE:
+        """gloo's own receive, from one rank or from any."""
+        if source == ANY_SOURCE:
             return self._gloo.recv_anysource([tensor], tag)
         return self._gloo.recv([tensor], source, tag)
 
     def close(self) -> None:
-        """gloo closes itself."""
+        """Nothing to do: gloo closes its connections itself."""

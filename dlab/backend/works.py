@@ -63,19 +63,19 @@ class Pending(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Done or failed?"""
+        """Has it ended, well or not?"""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Done, and not failed?"""
+        """Has it ended without an error?"""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """The error that ended it, or None."""
         return self._error
 
     def result(self) -> Any:
-        """The tensors."""
+        """The tensors that it fills in."""
         self.wait()
         return self._value
 
@@ -86,7 +86,7 @@ class Pending(dist.Work):
     _source_rank = source_rank
 
 
-class Clerk:
+class TaskQueue:
     """Does one thing after another, in the order asked: at once if nothing else is to be done, else in its thread."""
 
     def __init__(self, name: str) -> None:
@@ -138,5 +138,5 @@ class Clerk:
             work.finish(error)
 
     def close(self) -> None:
-        """No more tasks."""
+        """Let the thread end when it has done what was asked for."""
         self._tasks.put(None)

@@ -4,4 +4,15 @@ A theme is a file: its functions carry `@row("…")` and give a `Row`. A new the
 Nothing heavy is imported here: every process that mp.spawn starts imports this again, and its time is measured.
 """
 
-THEMES = ("starting", "memory", "reading", "telemetry", "drawing", "reducing", "stepping", "serving", "compressing")
+THEMES = (
+    "starting",
+    "memory",
+    "reading",
+    "telemetry",
+    "drawing",
+    "reducing",
+    "exchanging",
+    "stepping",
+    "serving",
+    "compressing",
+)

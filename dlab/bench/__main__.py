@@ -1,4 +1,7 @@
-"""`python -m dlab.bench`: measure, and print what was found. Progress goes to stderr, the table to stdout."""
+"""`python -m dlab.bench`: measure, and print what was found. Progress goes to stderr, the table to stdout.
+
+A whole run also writes the page of figures, `RESULTS.md` beside this file.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from dlab.bench import THEMES
+
+PAGE = Path(__file__).with_name("RESULTS.md")
 
 # What measures is imported in main(), because processes that mp.spawn starts import this file.
 
@@ -19,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dlab.bench", description="Measure dlab on this machine.")
     parser.add_argument("--quick", action="store_true", help="fewer repeats: rough figures in about a minute")
     parser.add_argument("-k", metavar="WORD", default="", help="only the rows with this word in their name")
-    parser.add_argument("--markdown", action="store_true", help="print the table for a README")
     options = parser.parse_args(argv)
 
     from dlab.bench import measure, rows, table
@@ -47,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(f" {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print((table.as_markdown if options.markdown else table.as_text)(measured, machine))
+    print(table.as_text(measured, machine))
+    if not (options.k or options.quick or code):
+        PAGE.write_text(table.as_page(measured, machine))
+        print(f"\nwritten to {PAGE}", file=sys.stderr)
     return code
 
 

@@ -1,6 +1,6 @@
 """Gradient compression, in GB of float32 gradient a second on one core; taught in `06_gradient_compression.ipynb`.
 
-Slower than 1 GB/s, the speed of a good network, packing would cost more time than it saves on the wire.
+Slower than 1 GB/s, the speed of a good network, packing would cost more time than it saves on the transport.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from dlab.bench.measure import alternate, seconds
 from dlab.bench.rows import AtLeast, Grid, Row, number, row
-from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit
+from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit
 
 KINDS: tuple[Compression, ...] = (TwoBit(), OneBit(), BFloat16(), TopK(0.01))
 SIZES = {4 << 20: "4 MiB", 64 << 20: "64 MiB"}

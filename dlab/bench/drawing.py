@@ -10,8 +10,8 @@ from IPython.display import DisplayHandle
 import dlab
 from dlab.bench.measure import alternate
 from dlab.bench.rows import AtMost, Row, row
-from dlab.processes.cluster import Cluster
-from dlab.processes.run import Run
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.parent.run import Run
 from dlab.strategies import AllReduceSGD
 from dlab.views.panel import Live, Panel
 

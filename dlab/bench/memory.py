@@ -8,7 +8,7 @@ from statistics import mean, median
 from dlab.bench.measure import alternate, in_fresh_process, megabytes
 from dlab.bench.rows import AtMost, Row, row
 from dlab.bench.spawned import WORKERS, rank_after_all_reduce, rank_after_collection, spawned
-from dlab.processes.cluster import Cluster
+from dlab.processes.parent.cluster import Cluster
 
 
 @row("memory per worker, against mp.spawn")

@@ -1,4 +1,4 @@
-"""Open MPI's Allreduce through mpi4py: a job of `mpirun … python -m dlab.bench.mpi` for each round.
+"""Open MPI's collectives through mpi4py: a job of `mpirun … python -m dlab.bench.mpi` for each round.
 
 Ranks of MPI never sleep while they wait, so they must be gone when others are measured.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from dlab.bench.measure import moments, span
 
-PATIENCE = 120  # seconds for a job
+TIME_LIMIT = 120  # seconds for a job
 MISSING = "Open MPI is not installed: pip install 'dlab[bench]' and the system's Open MPI (openmpi-bin) would add it"
 
 
@@ -27,29 +27,37 @@ def installed() -> bool:
     return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
 
 
-def seconds_per_call(ranks: int, repeats: dict[int, int], passes: int) -> dict[int, list[float]]:
-    """A job that measures each size in bytes, as often as `repeats` says, and all of it `passes` times over."""
+def seconds_per_call(name: str, ranks: int, repeats: dict[int, int], passes: int) -> dict[int, list[float]]:
+    """A job that measures a collective at each size in bytes, as often as `repeats` says, all of it `passes` times."""
     command = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
-    command += [sys.executable, "-m", "dlab.bench.mpi", json.dumps([ranks, list(repeats.items()), passes])]
+    command += [sys.executable, "-m", "dlab.bench.mpi", json.dumps([name, ranks, list(repeats.items()), passes])]
     job = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=TIME_LIMIT
     )
     return dict(json.loads(job.stdout.splitlines()[-1]))
 
 
-def main(size_of_job: int, repeats: list[tuple[int, int]], passes: int) -> None:
+def main(name: str, size_of_job: int, repeats: list[tuple[int, int]], passes: int) -> None:
     """What each rank of the job does; rank 0 prints."""
     mpi: Any = importlib.import_module("mpi4py.MPI")  # by name: it is not everywhere, and importing it starts MPI
     ranks = mpi.COMM_WORLD
     assert ranks.size == size_of_job, f"mpi4py sees {ranks.size} of {size_of_job} ranks: is mpirun that of its MPI?"
     answer = []
     for size, count in repeats:
-        numbers = np.full(size // 4, ranks.rank + 1, dtype=np.float32)
-        all_reduce = partial(ranks.Allreduce, mpi.IN_PLACE, numbers)
-        all_reduce()
-        assert (numbers == ranks.size * (ranks.size + 1) / 2).all(), f"the sum of {size} bytes is wrong"
-        numbers[:] = 0  # stays what it is, however often it is summed
-        taken = [ranks.gather(moments(all_reduce, count, ranks.Barrier)) for _ in range(passes)]
+        whole, part = (
+            np.full(length, ranks.rank + 1, dtype=np.float32) for length in (size // 4, size // 4 // ranks.size)
+        )
+        total, output = ranks.size * (ranks.size + 1) / 2, np.empty_like(whole)
+        work, result, expected = {
+            "all-reduce": (partial(ranks.Allreduce, mpi.IN_PLACE, whole), whole, total),
+            "reduce-scatter": (partial(ranks.Reduce_scatter_block, whole, part), part, total),
+            "all-gather": (partial(ranks.Allgather, part, output), output[: len(part)], 1),
+            "all-to-all": (partial(ranks.Alltoall, whole, output), output[: len(part)], 1),
+        }[name]
+        work()
+        assert (result == expected).all(), f"the result of {size} bytes is wrong"
+        whole[:] = 0  # stays what it is, however often it is summed
+        taken = [ranks.gather(moments(work, count, ranks.Barrier)) for _ in range(passes)]
         if ranks.rank == 0:
             answer.append((size, [span(each) / count for each in taken]))
     if ranks.rank == 0:

@@ -17,7 +17,7 @@ class AtLeast:
     bound: float
 
     def met(self, ratio: float) -> bool:
-        """Is it?"""
+        """Is the ratio as large as the target?"""
         return ratio >= self.bound
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class AtMost:
     bound: float
 
     def met(self, ratio: float) -> bool:
-        """Is it?"""
+        """Is the ratio as small as the target?"""
         return ratio <= self.bound
 
     def __str__(self) -> str:

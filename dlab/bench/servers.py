@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import dlab
 from dlab.bench.measure import moments, span
-from dlab.bench.spawned import PATIENCE
+from dlab.bench.spawned import TIME_LIMIT
 
 LR = 0.01
 BATCHES = 8  # of each worker; it takes them in turn
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return self.workers * (WARM_UP + 1 + self.steps)
 
 
-class Outcome(NamedTuple):
+class Timing(NamedTuple):
     """What the processes write into shared memory: a worker when it began and ended, the server the rest."""
 
     moments: torch.Tensor  # (workers, 2)
@@ -87,12 +87,12 @@ class Member(NamedTuple):
 
     rank: int
     plan: Plan
-    outcome: Outcome
+    outcome: Timing
     start: Any  # a Barrier
 
     @property
     def serves(self) -> bool:
-        """All others are workers."""
+        """Is this the server? All other ranks are workers."""
         return self.rank == self.plan.workers
 
     def measure(self, step: Callable[[], None]) -> None:
@@ -111,20 +111,20 @@ class Member(NamedTuple):
 Design = Callable[[Member], None]  # what each process does
 
 
-def run(design: Design, workers: int, batch: int, steps: int) -> Outcome:
+def run(design: Design, workers: int, batch: int, steps: int) -> Timing:
     """Start all processes of a design, and wait until they have ended. None is left, whatever happens."""
-    outcome = Outcome(torch.zeros(workers, 2, dtype=torch.float64), torch.tensor(0), torch.zeros(flat().numel()), steps)
+    outcome = Timing(torch.zeros(workers, 2, dtype=torch.float64), torch.tensor(0), torch.zeros(flat().numel()), steps)
     for tensor in (outcome.moments, outcome.updates, outcome.weights):
         tensor.share_memory_()
     start = mp.get_context("spawn").Barrier(workers)
-    deadline = monotonic() + PATIENCE
+    deadline = monotonic() + TIME_LIMIT
     with tempfile.TemporaryDirectory() as directory:
         arguments = (design, Plan(workers, batch, steps, directory), outcome, start)
         group = mp.spawn(_member, arguments, nprocs=workers + (design is not alone), join=False)
         try:
             while not group.join(timeout=deadline - monotonic()):  # raises what a process has raised
                 if monotonic() > deadline:
-                    raise TimeoutError(f"{design.__name__}: {workers} workers took more than {PATIENCE} s")
+                    raise TimeoutError(f"{design.__name__}: {workers} workers took more than {TIME_LIMIT} s")
         finally:
             for process in group.processes:
                 process.kill()
@@ -132,7 +132,7 @@ def run(design: Design, workers: int, batch: int, steps: int) -> Outcome:
     return outcome
 
 
-def _member(rank: int, design: Design, plan: Plan, outcome: Outcome, start: Any) -> None:
+def _member(rank: int, design: Design, plan: Plan, outcome: Timing, start: Any) -> None:
     torch.set_num_threads(1)
     for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -142,7 +142,7 @@ def _member(rank: int, design: Design, plan: Plan, outcome: Outcome, start: Any)
 # ----------------------------------------------------------------------------------------- training
 
 
-class Worker:
+class TrainingWorker:
     """A copy of the model, and batches that look like MNIST's: random, and the same each time."""
 
     def __init__(self, rank: int, batch: int) -> None:
@@ -153,7 +153,7 @@ class Worker:
         self.batches = cycle(zip(images, labels, strict=True))
 
     def use(self, model: torch.nn.Module) -> None:
-        """From now on."""
+        """Compute the next gradients with the weights of this model."""
         self.model, self.parameters = model, list(model.parameters())
 
     def backward(self) -> list[torch.Tensor]:
@@ -179,7 +179,7 @@ def flat(model: torch.nn.Module | None = None) -> torch.Tensor:
 
 def alone(member: Member) -> None:
     """Each worker has an optimizer of its own."""
-    worker = Worker(member.rank, member.plan.batch)
+    worker = TrainingWorker(member.rank, member.plan.batch)
     optimizer = torch.optim.SGD(worker.parameters, LR)
 
     def step() -> None:
@@ -203,7 +203,7 @@ class Served:
         self.lock = threading.Lock()
 
     def update(self, gradients: list[torch.Tensor]) -> None:
-        """Make a step."""
+        """One step of SGD with these gradients."""
         with self.lock:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -236,7 +236,7 @@ def update_and_fetch_weights(gradients: list[torch.Tensor]) -> list[torch.Tensor
 def by_rpc(member: Member) -> None:
     """A worker goes on with the model that comes back."""
 
-    def step(worker: Worker, server: str) -> None:
+    def step(worker: TrainingWorker, server: str) -> None:
         worker.use(rpc.rpc_sync(server, update_and_fetch_model, (worker.backward(),)))
 
     _call_server(member, step)
@@ -245,7 +245,7 @@ def by_rpc(member: Member) -> None:
 def by_lean_rpc(member: Member) -> None:
     """A worker puts the weights that come back into the model that it has."""
 
-    def step(worker: Worker, server: str) -> None:
+    def step(worker: TrainingWorker, server: str) -> None:
         weights = rpc.rpc_sync(server, update_and_fetch_weights, (worker.backward(),))
         for parameter, weight in zip(worker.parameters, weights, strict=True):
             parameter.data = weight
@@ -253,7 +253,7 @@ def by_lean_rpc(member: Member) -> None:
     _call_server(member, step)
 
 
-def _call_server(member: Member, step: Callable[[Worker, str], None]) -> None:
+def _call_server(member: Member, step: Callable[[TrainingWorker, str], None]) -> None:
     """The tensors go as they are, with no copy made by us at either end.
 
     Of TensorPipe's ways on one machine this is the one that costs least: its shared memory polls, which takes the
@@ -268,7 +268,7 @@ def _call_server(member: Member, step: Callable[[Worker, str], None]) -> None:
     warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc is, and it is torch that complains
     rpc.init_rpc(str(member.rank), rank=member.rank, world_size=plan.workers + 1, rpc_backend_options=options)
     if not member.serves:
-        member.measure(partial(step, Worker(member.rank, plan.batch), str(plan.workers)))
+        member.measure(partial(step, TrainingWorker(member.rank, plan.batch), str(plan.workers)))
     rpc.shutdown()  # waits for all
     if member.serves:
         member.conclude(served().updates, flat(served().model))
@@ -292,7 +292,7 @@ def by_gloo(member: Member) -> None:
             dist.send(weights, source)
         member.conclude(plan.updates, weights)
     else:
-        worker = Worker(member.rank, plan.batch)
+        worker = TrainingWorker(member.rank, plan.batch)
         torch.nn.utils.vector_to_parameters(weights, worker.parameters)  # they are parts of `weights` now
 
         def step() -> None:

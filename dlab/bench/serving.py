@@ -12,13 +12,22 @@ import torch
 
 from dlab.bench.measure import Moments, alternate, moments, span
 from dlab.bench.rows import AtLeast, Grid, Row, number, row
-from dlab.bench.servers import LR, WARM_UP, Worker, alone_updates, flat, gloo_updates, lean_rpc_updates, rpc_updates
+from dlab.bench.servers import (
+    LR,
+    WARM_UP,
+    TrainingWorker,
+    alone_updates,
+    flat,
+    gloo_updates,
+    lean_rpc_updates,
+    rpc_updates,
+)
 from dlab.kvstore.distributed import AT_ONCE, DistStore
 from dlab.kvstore.locked import LockedStore
-from dlab.kvstore.updates import recipe
-from dlab.models import Stretches
-from dlab.processes.cluster import Cluster
-from dlab.processes.inside import rank, transport
+from dlab.kvstore.optimizers import recipe
+from dlab.models import FlatBuffer
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.worker.context import rank, transport
 
 WORKERS, BATCH, STEPS, ROUNDS = 3, 32, 250, 9
 SERVERS = (1, 2, 4)
@@ -34,13 +43,13 @@ def dlab_updates(servers: int, batch: int, steps: int) -> float:
 
 def push_and_pull(servers: int, batch: int, steps: int) -> Moments:
     """Train on the weights that all have in common. Runs in a worker."""
-    worker, weights = Worker(rank(), batch), flat()
-    stretches = Stretches(worker.parameters)
+    worker, weights = TrainingWorker(rank(), batch), flat()
+    stretches = FlatBuffer(worker.parameters)
     kv = open_store(weights) if servers else LockedStore(weights, recipe("sgd", lr=LR), transport())
 
     def step() -> None:
         kv.push_pieces("weights", [gradient.view(-1) for gradient in worker.backward()], AT_ONCE)
-        stretches.lie_in(kv.borrow("weights", weights))
+        stretches.view_in(kv.borrow("weights", weights))
 
     for _ in range(WARM_UP):
         step()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORKERS = 4
-PATIENCE = 120  # seconds for all of them to answer
+TIME_LIMIT = 120  # seconds for all of them to answer
 
 
 def rank() -> int:
@@ -51,7 +51,7 @@ def spawned(function: Callable[[], Any]) -> Iterator[list[int]]:
         arguments = (function, f"{directory}/store", answers, finished)
         group = mp.spawn(_member, arguments, nprocs=WORKERS, join=False)
         try:
-            results = [answers.get(timeout=PATIENCE) for _ in range(WORKERS)]
+            results = [answers.get(timeout=TIME_LIMIT) for _ in range(WORKERS)]
             assert sorted(results) == list(range(WORKERS))
             yield group.pids()
             finished.set()

@@ -11,7 +11,7 @@ import dlab.bench.spawned
 from dlab.bench.measure import alternate, in_fresh_process, seconds
 from dlab.bench.rows import Row, faster, row
 from dlab.bench.spawned import WORKERS, rank, rank_after_all_reduce, seconds_to_spawn
-from dlab.processes.cluster import Cluster
+from dlab.processes.parent.cluster import Cluster
 
 # A function from a notebook cell travels by value, which takes longer than a name. Here they do so, too.
 cloudpickle.register_pickle_by_value(dlab.bench.spawned)
@@ -61,5 +61,5 @@ def first_result() -> float:
 
 
 def first_result_of_spawn() -> float:
-    """The same by mp.spawn."""
+    """Seconds until the first result by `torch.multiprocessing.spawn`."""
     return seconds_to_spawn(rank)

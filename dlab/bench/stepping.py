@@ -16,10 +16,11 @@ import torch
 import dlab
 from dlab.bench.measure import Moments, alternate, span
 from dlab.bench.rows import AtMost, Row, faster, row
-from dlab.processes.cluster import Cluster
-from dlab.processes.inside import device, log, transport
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.worker import context
+from dlab.processes.worker.context import device, log
 from dlab.strategies import DDP, AllReduceSGD, Strategy
-from dlab.training.loop import Trainee
+from dlab.training.loop import Trainer
 from dlab.training.plan import Training
 
 RANKS = (2, 4)
@@ -71,22 +72,23 @@ def milliseconds(
 
 def take_turns(plans: Sequence[Training], telling: Sequence[bool], steps: int, rounds: int) -> list[list[Moments]]:
     """Train each a little, in turn, in the same process: what slows it down slows down all. Runs in a worker."""
-    trainees = [
-        Trainee(plan, transport(), device(), log if tells else _keep_silent)
+    trainers = [
+        Trainer(plan, context.transport(), device(), log if tells else _keep_silent)
         for plan, tells in zip(plans, telling, strict=True)
     ]
-    for trainee in trainees:
-        _take_steps(trainee, WARM_UP)
-    return alternate(*(partial(_take_steps, trainee, steps) for trainee in trainees), rounds=rounds)
+    for trainer in trainers:
+        trainer.begin()
+        _take_steps(trainer, WARM_UP)
+    return alternate(*(partial(_take_steps, trainer, steps) for trainer in trainers), rounds=rounds)
 
 
-def _take_steps(trainee: Trainee, steps: int) -> Moments:
-    if trainee.step + steps > trainee.course.steps(0):
-        trainee.step = 0
-    trainee.wire.barrier()
+def _take_steps(trainer: Trainer, steps: int) -> Moments:
+    if trainer.step + steps > trainer.sampler.steps(0):
+        trainer.step = 0
+    trainer.transport.barrier()
     begin = perf_counter()
     for _ in range(steps):
-        trainee.learn()
+        trainer.learn()
     return begin, perf_counter()
 
 

@@ -1,4 +1,4 @@
-"""The table, for a terminal and for a README; grids come below it, each under its name."""
+"""The table, for a terminal and for the page of figures; grids come below it, each under its name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from dlab.bench.rows import AtMost, Grid, Row, number
 
+INTRODUCTION = (
+    "Written by one run of `make bench`. Contenders take turns, each figure is a median, and a ratio says how many",
+    "times faster dlab is, or which share it takes. A row of several sizes shows the one nearest to missing its",
+    "target; its last column has the others. On a machine that others use as well, ratios differ from run to run.",
+    "",
+)
 HEADINGS = ("what", "dlab", "against", "ratio", "target", "")
 
 
@@ -19,13 +25,13 @@ def as_text(measured: Sequence[Row | Grid], machine: str) -> str:
     return "\n".join(lines)
 
 
-def as_markdown(measured: Sequence[Row | Grid], machine: str) -> str:
-    """Tables that GitHub draws, with the machine below them."""
+def as_page(measured: Sequence[Row | Grid], machine: str) -> str:
+    """Tables that GitHub draws, after the machine that they were measured on."""
     rows = [(*_cells(row), row.note) for row in measured if isinstance(row, Row)]
-    lines = [*_piped([(*HEADINGS, "how"), *rows]), ""]
+    lines = ["# Figures", "", *INTRODUCTION, f"Measured on {machine}.", "", *_piped([(*HEADINGS, "how"), *rows]), ""]
     for grid in _grids(measured):
-        lines += [f"{grid.name} ({grid.note}):", "", *_piped([grid.headings, *grid.lines]), ""]
-    return "\n".join([*lines, f"Measured on {machine}."])
+        lines += [f"## {grid.name}", "", f"({grid.note})", "", *_piped([grid.headings, *grid.lines]), ""]
+    return "\n".join(lines)
 
 
 def _grids(measured: Sequence[Row | Grid]) -> Iterator[Grid]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dlab
 from dlab.bench.rows import AtMost, Row, row
-from dlab.processes.cluster import Cluster
+from dlab.processes.parent.cluster import Cluster
 
 WORKERS, BATCH = 4, 32
 LAYERS = {f"layer_{layer}": 0.1 * layer for layer in range(12)}  # with step and loss: 14 numbers

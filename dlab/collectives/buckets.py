@@ -10,43 +10,48 @@ from collections.abc import Sequence
 
 import torch
 
-from dlab.collectives.fused import Fused, blocks_of, reduce_blocks
 from dlab.collectives.ops import tools
+from dlab.collectives.shared_allreduce import SharedAllReduce, blocks_of, reduce_blocks
+from dlab.memory.backoff import Backoff
 from dlab.transports import share_memory
-from dlab.transports.patience import Patience
 
 _LINE = 8  # numbers of 8 bytes in a cache line
 
 
 class Buckets:
-    """Pieces (begin, end) of a tensor from `Fused.empty`, in the order in which they get ready; made by all ranks.
+    """Pieces (begin, end) of a tensor from `SharedAllReduce.empty`, in the order in which they get ready.
 
     `spread=False` leaves the result of a piece with the rank that has made it: a reduce-scatter, after which each rank
     holds its own part (`part(piece)`) of every piece.
 
-    >>> buckets = Buckets(fused, flat, [(1000, 2000), (0, 1000)], op="mean")
+    >>> buckets = Buckets(shared, flat, [(1000, 2000), (0, 1000)], op="mean")
     >>> buckets.ready(0)  # flat[1000:2000] is filled in
     >>> buckets.ready(1)
     >>> buckets.finish()
     """
 
     def __init__(
-        self, fused: Fused, flat: torch.Tensor, pieces: Sequence[tuple[int, int]], op: str, spread: bool = True
+        self,
+        shared: SharedAllReduce,
+        flat: torch.Tensor,
+        pieces: Sequence[tuple[int, int]],
+        op: str,
+        spread: bool = True,
     ) -> None:
-        self._table, self._op, self._spread, self._using = fused.table, op, spread, tools(flat.dtype, op)
-        self._rank = fused.rank
-        self._parts = [flat[begin:end].tensor_split(fused.size)[fused.rank] for begin, end in pieces]
-        self._blocks = [blocks_of(self._slots(fused, part), self._using) if len(part) else [] for part in self._parts]
+        self._table, self._op, self._spread, self._using = shared.table, op, spread, tools(flat.dtype, op)
+        self._rank = shared.rank
+        self._parts = [flat[begin:end].tensor_split(shared.size)[shared.rank] for begin, end in pieces]
+        self._blocks = [blocks_of(self._slots(shared, part), self._using) if len(part) else [] for part in self._parts]
         stride = -(-len(pieces) // _LINE) * _LINE
-        memory = share_memory(fused.wire, 8 * stride * fused.size)
+        memory = share_memory(shared.transport, 8 * stride * shared.size)
         assert memory is not None
         self._ready = memory.cast("Q")  # by rank and piece: the last round in which it was filled in
-        self._lines = [rank * stride for rank in range(fused.size)]
+        self._lines = [rank * stride for rank in range(shared.size)]
         self._round, self._done = 1, 0
 
-    def _slots(self, fused: Fused, part: torch.Tensor) -> list[torch.Tensor]:
+    def _slots(self, shared: SharedAllReduce, part: torch.Tensor) -> list[torch.Tensor]:
         """The part in all slots, mine first: there it is combined."""
-        rows = fused.rows(part)
+        rows = shared.rows(part)
         return [rows[self._rank], *rows[: self._rank], *rows[self._rank + 1 :]]
 
     def part(self, piece: int) -> torch.Tensor:
@@ -61,7 +66,7 @@ class Buckets:
 
     def finish(self) -> None:
         """Wait for the pieces that are still missing, and, if results are spread, until all ranks have theirs."""
-        wait = Patience(self._table.peers, self._table.timeout, self._whom)
+        wait = Backoff(self._table.peers, self._table.timeout, self._whom)
         while self._done < len(self._blocks):
             while self._missing() is not None:
                 wait()

@@ -32,6 +32,13 @@ SHA256 = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
+# and how many bytes that is: no more of a file is ever unpacked
+SIZES = {
+    "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
+    "train-labels-idx1-ubyte": 8 + 60_000,
+    "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
+    "t10k-labels-idx1-ubyte": 8 + 10_000,
+}
 
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -99,7 +106,7 @@ def describe(directory: Path | str | None = None) -> str:
         if not packed.is_file():
             lines.append(f"  {packed.name:<27}  missing: get it with `dlab data --download`")
             continue
-        found = _sha256(packed)
+        found = _sha256(packed, name)
         state = "sha256 ok" if found == expected else f"DAMAGED: sha256 must be {expected}, found {found}"
         lines.append(f"  {packed.name:<27}{_kilobytes(packed):>10}  {state}")
     return "\n".join(lines)
@@ -121,7 +128,7 @@ def download(
     folder.mkdir(parents=True, exist_ok=True)
     for name, expected in SHA256.items():
         packed = folder / f"{name}.gz"
-        if packed.is_file() and _sha256(packed) == expected:
+        if packed.is_file() and _sha256(packed, name) == expected:
             report(f"{packed.name}: already there")
         else:
             _fetch(packed, mirrors, report)
@@ -137,8 +144,11 @@ def _fetch(packed: Path, mirrors: Sequence[str], report: Callable[[str], object]
         report(f"{packed.name}: from {url}")
         try:
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer, part.open("wb") as file:
-                shutil.copyfileobj(answer, file, _CHUNK)
-            if (found := _sha256(part)) != SHA256[packed.stem]:
+                while chunk := answer.read(_CHUNK):
+                    file.write(chunk)
+                    if file.tell() > SIZES[packed.stem]:  # it is smaller packed than unpacked
+                        raise ValueError(f"it must have less than {SIZES[packed.stem]:,} bytes, and there are more")
+            if (found := _sha256(part, packed.stem)) != SHA256[packed.stem]:
                 raise ValueError(f"unpacked, its sha256 must be {SHA256[packed.stem]}, found {found}")
             os.replace(part, packed)
         except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
@@ -179,7 +189,7 @@ def _unpack(packed: Path, raw: Path) -> None:
     expected = SHA256[packed.stem]
     try:
         with part.open("wb") as file:
-            found = _sha256(packed, copy_to=file)
+            found = _sha256(packed, packed.stem, copy_to=file)
         if found != expected:
             raise ValueError(
                 f"{packed} is damaged: unpacked, its sha256 must be {expected}, found {found}. "
@@ -190,12 +200,15 @@ def _unpack(packed: Path, raw: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _sha256(packed: Path, copy_to: BinaryIO | None = None) -> str:
-    """The sum of the unpacked content, or in words why there is none."""
-    digest = hashlib.sha256()
+def _sha256(packed: Path, name: str, copy_to: BinaryIO | None = None) -> str:
+    """The sum of the unpacked content, or in words why there is none; unpacks one byte more than there must be."""
+    digest, left = hashlib.sha256(), SIZES[name]
     try:
         with gzip.open(packed) as content:
-            while chunk := content.read(_CHUNK):
+            while chunk := content.read(min(_CHUNK, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    return f"more than the {SIZES[name]:,} bytes that it must have"
                 digest.update(chunk)
                 if copy_to:
                     copy_to.write(chunk)

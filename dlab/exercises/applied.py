@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dlab.exercises.playing import join, name_ranks
+from dlab.exercises.sandbox import join, name_ranks
 
 Weights = dict[str, torch.Tensor]  # by parameter; gradients, too
 
@@ -83,7 +83,7 @@ def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     if times == 1:
         return (
             f"the step is {ranks} times too long: the gradients are summed over {ranks} ranks and not divided by their "
-            "number; parameter.grad /= self.wire.size does it in place"
+            "number; parameter.grad /= self.transport.size does it in place"
         )
     if times > 1:
         return f"the step is too long: the sum over {ranks} ranks is multiplied by {times:.4g}; divide it by {ranks}"
@@ -94,8 +94,8 @@ def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
             "once; op='mean' divides already"
         )
     return (
-        f"you divide by {found:.4g}, but there are {ranks} ranks: divide by self.wire.size, which is right for any "
-        "number of them"
+        f"you divide by {found:.4g}, but there are {ranks} ranks: divide by self.transport.size, which is right for "
+        "any number of them"
     )
 
 
@@ -138,12 +138,12 @@ def _tell_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
 
 
 def close(one: Weights, other: Weights) -> bool:
-    """But for rounding."""
+    """Are all weights equal, but for rounding?"""
     return all(close_tensor(one[name], other[name]) for name in other)
 
 
 def close_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """But for rounding."""
+    """Are two tensors equal, but for rounding?"""
     return torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlab.exercises.playing import join, name_ranks
+from dlab.exercises.sandbox import join, name_ranks
 
 Gradients = dict[str, Tensor]  # by the names of parameters
 Found = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]  # a rank's gradients and weights afterwards

@@ -17,11 +17,11 @@ from dlab import collectives
 from dlab.backend import NAME
 from dlab.exercises.averages import Gradients, tell_wrong
 from dlab.exercises.own import each_call, is_inside_dlab
-from dlab.exercises.playing import join, name_ranks, tell_line
-from dlab.models import SimpleCNN
-from dlab.processes.cluster import Cluster
-from dlab.processes.errors import Report, WorkerError
-from dlab.processes.inside import device, rank, world_size
+from dlab.exercises.sandbox import join, name_ranks, tell_line
+from dlab.models import SmallCNN
+from dlab.processes.between.errors import Report, WorkerError
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.worker.context import device, rank, world_size
 from dlab.reduction import allreduce, average_gradients
 
 Average = Callable[[nn.Module], object]
@@ -49,12 +49,12 @@ def check_one_message(average: Any, cluster: Cluster) -> str:
     try:
         # a process group of dlab's own is written in Python: what goes on there is not seen as operators
         with Cluster(cluster.workers) if cluster.backend == NAME else nullcontext(cluster) as given:
-            if problem := _Trial(average, SimpleCNN).problem(given):
+            if problem := _AverageTrial(average, SmallCNN).problem(given):
                 return f"not yet: {problem}."
         for size in OTHER_SIZES:
             if size != cluster.workers:
                 with Cluster(size) as another:
-                    if problem := _Trial(average, _other_network).problem(another):
+                    if problem := _AverageTrial(average, _other_network).problem(another):
                         return f"not yet: with {size} ranks and another network, {problem}."
     except WorkerError as error:  # a rank has died, or not returned
         return f"not yet: {error}"
@@ -71,7 +71,7 @@ class _Ended(BaseException):
     """Ends the learner's function on every rank, once it is clear that it cannot go on."""
 
 
-class _Trial:
+class _AverageTrial:
     """The learner's function on all ranks of a cluster, with gradients and weights that are different on each."""
 
     def __init__(self, average: Average, network: Callable[[], nn.Module]) -> None:
@@ -127,23 +127,23 @@ class _Trial:
         for name, parameter in model.named_parameters():
             parameter.data.copy_(weights[name])
             parameter.grad = gradients[name].to(device(), copy=True)
-        meeting, report = _Meeting(), None
+        watched, report = _CollectiveCalls(), None
         try:
-            with meeting, each_call(meeting.tell, allreduce, average_gradients, *_OWN, builtins=_WAITS):
+            with watched, each_call(watched.tell, allreduce, average_gradients, *_OWN, builtins=_WAITS):
                 self.average(model)
-            meeting.meet((RETURNED, []))
+            watched.meet((RETURNED, []))
         except _Ended:
             pass
         except Exception as problem:
             report = Report.of(problem)
-            meeting.leave()
-        meeting.close()
+            watched.leave()
+        watched.close()
         return {
             "gradients": {name: _plain(each.grad) for name, each in model.named_parameters()},
             "weights": {name: _plain(each) for name, each in model.named_parameters()},
-            "calls": meeting.calls,
-            "waited": not meeting.pending,
-            "ended": meeting.ended,
+            "calls": watched.calls,
+            "waited": not watched.pending,
+            "ended": watched.ended,
             "report": report,
         }
 
@@ -152,7 +152,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-class _Meeting(TorchDispatchMode):
+class _CollectiveCalls(TorchDispatchMode):
     """Before each collective all ranks tell each other which it is: one that will not come is known at once.
 
     torch's collectives are seen below `torch.distributed`, as operators, by whatever name a learner calls them.
@@ -161,7 +161,7 @@ class _Meeting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._group = dist.new_group(backend="gloo")
-        self._meeting = False
+        self._busy = False
         self.calls: list[str] = []
         self.pending = False  # was there one with async_op=True, and nobody has waited since?
         self.ended: list[Call] = []  # what each rank wanted, where they did not agree
@@ -171,7 +171,7 @@ class _Meeting(TorchDispatchMode):
         schema = func._schema.arguments if "c10d" in func.namespace else []
         arguments = {each.name: each.default_value for each in schema}
         arguments |= dict(zip(arguments, args, strict=False)) | (kwargs or {})
-        collective = not self._meeting and bool(arguments.keys() & {"process_group", "group_name"})
+        collective = not self._busy and bool(arguments.keys() & {"process_group", "group_name"})
         if collective and not is_inside_dlab(except_for=average_gradients):
             name = func.__name__.partition(".")[0].strip("_")
             self._enter(_NAMES.get(name, name), arguments)
@@ -197,9 +197,9 @@ class _Meeting(TorchDispatchMode):
     def meet(self, mine: Call) -> None:
         """Go on only if all ranks want the same."""
         calls: list[Any] = [None] * world_size()
-        self._meeting = True
+        self._busy = True
         dist.all_gather_object(calls, mine, group=self._group)
-        self._meeting = False
+        self._busy = False
         if any(call != mine for call in calls):
             self.ended = calls
             raise _Ended

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dlab.exercises.own import noticing, tell_own
-from dlab.exercises.playing import attempt
+from dlab.exercises.sandbox import attempt
 
 LIMIT = 10.0  # seconds for one call, which takes a right answer less than one of them
 _DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -16,9 +16,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from dlab.backend.group import DlabGroup
 from dlab.backend.works import Pending
-from dlab.processes import inside
+from dlab.processes.worker import context
 from dlab.transports import Transport
-from dlab.transports.base import Parcel
+from dlab.transports.base import TensorAndRank
 
 _here = threading.local()  # .group and .transport of the rank whose thread asks
 
@@ -33,12 +33,12 @@ def process_groups() -> Iterator[Callable[[Transport], None]]:
     def join(transport: Transport) -> None:
         _here.transport, _here.group = transport, _ThreadGroup(transport)
 
-    world, wire = c10d._world, inside._transport
-    c10d._world, inside._transport = _World(world), _Mine()  # type: ignore[assignment]
+    world, old = c10d._world, context._transport
+    c10d._world, context._transport = _World(world), _Mine()  # type: ignore[assignment]
     try:
         yield join
     finally:
-        c10d._world, inside._transport = world, wire
+        c10d._world, context._transport = world, old
 
 
 class _ThreadGroup(DlabGroup):
@@ -47,8 +47,8 @@ class _ThreadGroup(DlabGroup):
     def __init__(self, transport: Transport) -> None:
         dist.ProcessGroup.__init__(self, transport.rank, transport.size)  # type: ignore[call-arg]
         self._name = self._description = ""
-        self._bare = self._wire = transport
-        self._fused = self._plugged = None
+        self._bare = self._transport = transport
+        self._shared = self._plugged = None
 
     def _do(self, task: Callable[[], object], value: Any, opts: Any) -> Pending:
         with torch.no_grad():
@@ -73,7 +73,7 @@ class _World(c10d._World):
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        """Of this thread."""
+        """The process group of the rank whose thread asks."""
         return getattr(_here, "group", self._before.default_pg)
 
     @default_pg.setter
@@ -82,7 +82,7 @@ class _World(c10d._World):
 
     @property
     def pg_map(self) -> Any:
-        """For `dist.get_backend`."""
+        """The group's backend, where `dist.get_backend` looks it up."""
         mine = getattr(_here, "group", None)
         return self._before.pg_map if mine is None else self._before.pg_map | {mine: ("dlab", None)}
 
@@ -93,10 +93,10 @@ class _Mine(Transport):
     rank = property(lambda self: _here.transport.rank)
     size = property(lambda self: _here.transport.size)
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Passed on."""
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
+        """Send and receive by the transport of the rank whose thread asks."""
         _here.transport.move(outgoing, incoming)
 
     def label(self, phase: str, step: int) -> None:
-        """Passed on."""
+        """Name the phase of the messages to come on the transport of the rank whose thread asks."""
         _here.transport.label(phase, step)

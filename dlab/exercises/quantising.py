@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlab.exercises.calling import Unfinished, call
-from dlab.kvstore.codes import Compression, TwoBit
+from dlab.kvstore.compression import Compression, TwoBit
 
 Quantiser = Callable[[Tensor, Tensor, float], Any]
 Rows = tuple[Tensor, Tensor]  # codes and new residual

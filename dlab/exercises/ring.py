@@ -11,11 +11,11 @@ from dlab import collectives, cost
 from dlab.collectives.ring import collect_chunks, pass_chunks, ring_allreduce
 from dlab.exercises.mistakes import find_mistake
 from dlab.exercises.own import each_call, tell_own
-from dlab.exercises.playing import attempt, count, name_ranks
+from dlab.exercises.sandbox import attempt, count, name_ranks
 from dlab.reduction import allreduce
 from dlab.rehearsal import Rehearsal
 from dlab.transports import Transport
-from dlab.transports.base import Parcel
+from dlab.transports.base import TensorAndRank
 
 Ring = Callable[[torch.Tensor, Transport], object]
 
@@ -39,7 +39,7 @@ def check_ring(my_ring: Ring) -> str:
     """
     for ranks, elements, slow in CASES:
         case = f"with {count(ranks, 'rank')} and {count(elements, 'element')}" + slow * f", rank {SLOW_RANK} slow"
-        if problem := _Trial(my_ring, ranks, elements, slow).problem():
+        if problem := _RingTrial(my_ring, ranks, elements, slow).problem():
             return f"not yet: {case}, {problem}."
     return (
         "well done: the sum is right for 1 to 7 ranks, for sizes that do not divide and with a slow rank, "
@@ -56,7 +56,7 @@ class _Watched(Transport):
         self.overwrites = False  # has something come in where it would overwrite what goes out?
         self.partners: tuple[int, int] | None = None  # to whom and from whom, in an exchange that goes on
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         time.sleep(self._pause)
         if outgoing:
             self.sent.append(outgoing[0].clone())
@@ -73,7 +73,7 @@ class _Watched(Transport):
         self._transport.label(phase, step)
 
 
-class _Trial:
+class _RingTrial:
     """One rehearsal of a learner's ring: rank r begins with 10**r times 1, 2, 3, … (whole numbers: sums are exact)."""
 
     def __init__(self, my_ring: Ring, ranks: int, elements: int, slow: bool) -> None:

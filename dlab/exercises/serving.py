@@ -10,13 +10,13 @@ import torch
 
 from dlab.exercises.calling import Unfinished, call
 from dlab.exercises.updates import MISTAKES, MOMENTUM, RATE, SENTENCES, Key, State, Update, with_momentum
-from dlab.kvstore.updates import Optimizing
+from dlab.kvstore.optimizers import ServerOptimizer
 
 Pushes = list[tuple[Key, torch.Tensor]]
 Values = dict[Key, torch.Tensor]
 
 SECOND = "on a second server, whose state is empty"
-OWN = (with_momentum, Optimizing.__call__)
+OWN = (with_momentum, ServerOptimizer.__call__)
 INSTEAD = "write the two lines yourself, one for the velocity and one for stored"
 
 
@@ -36,7 +36,7 @@ def check_update(my_update: Any) -> str:
     if not callable(my_update):
         return f"not yet: {my_update!r} is no function: write def my_update(key, gradient, stored, state)."
     for case, pushes in _cases():
-        server = _Server(my_update, pushes)
+        server = _TrialServer(my_update, pushes)
         if problem := server.problem(again=case == SECOND):
             return f"not yet: {case}, {problem}."
     return (
@@ -68,7 +68,7 @@ class _After:
     aliased: bool  # something in the state is the stored value itself
 
 
-class _Server:
+class _TrialServer:
     """Plays the pushes, all of them if nothing fails, so that a mistake can be told by all that it does."""
 
     def __init__(self, my_update: Callable[..., Any], pushes: Pushes, reuse: bool = True) -> None:
@@ -154,7 +154,7 @@ class _Server:
         )
 
     def _is_right_with_new_memory(self) -> bool:
-        return not _Server(self.my_update, self.pushes, reuse=False)._first_wrong()
+        return not _TrialServer(self.my_update, self.pushes, reuse=False)._first_wrong()
 
     def _is_played_by(self, mistake: Update) -> bool:
         try:

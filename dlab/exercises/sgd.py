@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dlab.data.batches import take
-from dlab.data.dealing import Dealer
+from dlab.data.sampler import EpochSampler
 from dlab.exercises.applied import Weights, close, close_tensor, find_applied, tell_applied
 from dlab.exercises.calling import tell_error, tell_unreturned
 from dlab.exercises.groups import process_groups
 from dlab.exercises.own import noticing, tell_own
-from dlab.exercises.playing import Attempt, attempt, count, join, name_ranks
+from dlab.exercises.sandbox import Attempt, attempt, count, join, name_ranks
 from dlab.reduction import average_gradients
 from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD
 from dlab.transports import Recorder, Transport
@@ -42,7 +42,7 @@ CASES = [
     *((3, 41, "plain SGD"), (2, 41, "momentum"), (2, 48, "Adam")),
 ]
 OWN: list[Callable[..., Any]] = [average_gradients, SyncSGD.step, AllReduceSGD.begin, AllReduceSGD.step, DDP.begin]
-INSTEAD = "write the step yourself, with ring_allreduce(parameter.grad, self.wire) for the sum over ranks"
+INSTEAD = "write the step yourself, with ring_allreduce(parameter.grad, self.transport) for the sum over ranks"
 
 
 def check_step(strategy: Any) -> str:
@@ -61,7 +61,7 @@ def check_step(strategy: Any) -> str:
     with process_groups() as enter:
         for ranks, samples, optimizer in CASES:
             case = f"with {count(ranks, 'rank')} and {optimizer}"
-            if problem := _Trial(strategy, ranks, samples, optimizer, enter).problem():
+            if problem := _StepTrial(strategy, ranks, samples, optimizer, enter).problem():
                 return f"not yet: {case}, {problem}."
     return (
         "well done: on 1 to 3 ranks, with plain SGD, momentum and Adam, and where the last batch does not divide, "
@@ -84,7 +84,7 @@ class _Note:
     gradients: Weights = field(default_factory=dict)
 
 
-class _Trial:
+class _StepTrial:
     """A small training, by the learner's strategy on threads and by one process; notes the weights after every step."""
 
     def __init__(self, strategy: Any, ranks: int, samples: int, optimizer: str, enter: Join) -> None:
@@ -92,7 +92,7 @@ class _Trial:
         make = torch.Generator().manual_seed(7)
         inputs = torch.randn(samples, 5, generator=make, dtype=torch.float64)
         self.data = TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=make))
-        self.dealer = Dealer(self.data, ranks, BATCH)
+        self.sampler = EpochSampler(self.data, ranks, BATCH)
         self.first = _network(make)
         self.own: list[str] = []  # of dlab's own solutions, those that were called
 
@@ -112,15 +112,15 @@ class _Trial:
 
     # the trainings
 
-    def _work(self, wire: Transport) -> list[_Note]:
-        self.enter(wire)
+    def _work(self, transport: Transport) -> list[_Note]:
+        self.enter(transport)
         with noticing(*OWN) as called:
             try:
-                return self._train(wire)
+                return self._train(transport)
             finally:
                 self.own += called
 
-    def _train(self, wire: Transport) -> list[_Note]:
+    def _train(self, transport: Transport) -> list[_Note]:
         model, notes = copy.deepcopy(self.first), list[_Note]()
 
         def look(*_: Any) -> None:
@@ -134,10 +134,10 @@ class _Trial:
         strategy = self.strategy() if isinstance(self.strategy, type) else copy.deepcopy(self.strategy)
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
         optimizer.register_step_pre_hook(look)
-        module = strategy.begin(model, optimizer, Recorder(wire, talk))
-        for step in range(self.dealer.steps):
+        module = strategy.begin(model, optimizer, Recorder(transport, talk))
+        for step in range(self.sampler.steps):
             strategy.clear()
-            self._backward(module, step, [wire.rank], self.dealer.weight(step, wire.rank))
+            self._backward(module, step, [transport.rank], self.sampler.weight(step, transport.rank))
             notes.append(_Note())
             _check_told(strategy.step())
             notes[-1].weights, notes[-1].gradients = _weights(model), _gradients(model)
@@ -145,7 +145,7 @@ class _Trial:
         return notes
 
     def _backward(self, module: nn.Module, step: int, ranks: list[int], weight: float = 1.0) -> None:
-        positions = torch.cat([self.dealer.positions(0, step, rank) for rank in ranks])
+        positions = torch.cat([self.sampler.positions(0, step, rank) for rank in ranks])
         inputs, labels = take(self.data, positions)
         (F.cross_entropy(module(inputs), labels) * weight).backward()
 
@@ -153,7 +153,7 @@ class _Trial:
         """Plain torch on all samples of each global batch."""
         model, notes = copy.deepcopy(self.first), []
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        for step in range(self.dealer.steps):
+        for step in range(self.sampler.steps):
             optimizer.zero_grad()
             self._backward(model, step, list(range(self.ranks)))
             optimizer.step()
@@ -164,10 +164,10 @@ class _Trial:
         """The mistake that plain SGD forgives: every rank takes its own step, then the weights are averaged."""
         models, notes = [copy.deepcopy(self.first) for _ in range(self.ranks)], []
         optimizers = [OPTIMIZERS[self.optimizer](model.parameters()) for model in models]
-        for step in range(self.dealer.steps):
+        for step in range(self.sampler.steps):
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 optimizer.zero_grad()
-                self._backward(model, step, [rank], self.dealer.weight(step, rank))
+                self._backward(model, step, [rank], self.sampler.weight(step, rank))
                 optimizer.step()
             ends = [_weights(model) for model in models]
             notes.append({name: torch.stack([end[name] for end in ends]).mean(0) for name in ends[0]})
@@ -179,7 +179,7 @@ class _Trial:
 
     def _wrong_weights(self, found: list[list[_Note]]) -> str | None:
         wanted = self._one_process()
-        for step in range(self.dealer.steps):
+        for step in range(self.sampler.steps):
             notes = [by_step[step] for by_step in found]  # by rank
             if all(close(note.weights, wanted[step]) for note in notes):
                 unlike = [rank for rank, note in enumerate(notes) if not _same_bits(note.weights, notes[0].weights)]
@@ -210,13 +210,13 @@ class _Trial:
         own, model = [], copy.deepcopy(self.first)
         for rank in range(self.ranks):
             model.zero_grad()
-            self._backward(model, 0, [rank], self.dealer.weight(0, rank))
+            self._backward(model, 0, [rank], self.sampler.weight(0, rank))
             own.append(_gradients(model))
         return own
 
     def _divisor_elsewhere(self) -> float:
         """By what the sum is divided with one rank more: is it a number that was written down?"""
-        other = _Trial(self.strategy, self.ranks + 1, 48, "plain SGD", self.enter)
+        other = _StepTrial(self.strategy, self.ranks + 1, 48, "plain SGD", self.enter)
         made = attempt(other._work, other.ranks, LIMIT)
         if made.rehearsal is None:
             return 0.0
@@ -231,7 +231,7 @@ class _Trial:
                 "the weights are averaged after a step of each rank's own. With SGD that comes to the same, whose step "
                 "is proportional to the gradient; Adam's is not: average the gradients before optimizer.step()"
             )
-        samples = self.dealer.counts(step)
+        samples = self.sampler.counts(step)
         if len(set(samples)) > 1:
             return (
                 f"all is well until step {step}, where the ranks have {join([str(each) for each in samples])} samples: "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dlab.exercises.calling import Unfinished, call
-from dlab.exercises.playing import count
+from dlab.exercises.sandbox import count
 
 Ends = list[tuple[float, int]]  # (time, rank) of the end of each step
 

@@ -15,7 +15,7 @@ RATE, MOMENTUM = 0.1, 0.9
 
 
 def with_momentum(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    """What is asked for."""
+    """SGD with momentum, which the exercise asks for."""
     state[key] = MOMENTUM * state.get(key, 0.0) + gradient
     stored -= RATE * state[key]
 

@@ -3,12 +3,12 @@
 Taught in `05_parameter_server.ipynb` and `06_gradient_compression.ipynb`.
 """
 
-from dlab.kvstore.codes import BFloat16, Compression, OneBit, TopK, TwoBit, compression
+from dlab.kvstore.compression import BFloat16, Compression, OneBit, TopK, TwoBit, parse_compression
 from dlab.kvstore.distributed import DistStore
+from dlab.kvstore.optimizers import OPTIMIZERS, recipe
 from dlab.kvstore.placement import BIG, Part, place
 from dlab.kvstore.serving import run
 from dlab.kvstore.store import DeviceSyncStore, KVStore, LocalStore
-from dlab.kvstore.updates import OPTIMIZERS, recipe
 
 __all__ = [
     "BIG",
@@ -21,8 +21,8 @@ __all__ = [
     "Part",
     "TopK",
     "TwoBit",
-    "compression",
     "create",
+    "parse_compression",
     "place",
     "recipe",
     "run",

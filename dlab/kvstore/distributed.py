@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from dlab.kvstore.lines import DEPTH, NOTHING, Op, Place, Span
-from dlab.kvstore.placement import BIG, Key, Part, place
+from dlab.kvstore.channels import DEPTH, NOTHING, GradientSlot, Op, Span
+from dlab.kvstore.optimizers import ServerOptimizer, Updater
+from dlab.kvstore.placement import BIG, Interval, Key, Part, overlap, place
 from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
-from dlab.kvstore.serving import digest_of, lines_of, workers
+from dlab.kvstore.serving import channels_of, digest_of, workers
 from dlab.kvstore.store import KVStore, add_up
-from dlab.kvstore.updates import Optimizing, Updater
-from dlab.processes.inside import transport
+from dlab.memory.backoff import Backoff
+from dlab.processes.worker import context
 from dlab.transports import Recorder, Transport
-from dlab.transports.patience import Patience
 
 AT_ONCE = 1  # the bound of a push that waits for nobody
 
@@ -28,22 +29,26 @@ AT_ONCE = 1  # the bound of a push that waits for nobody
 class Shelf:
     """A part of a key as a worker sees it: where to lay things down for the server that keeps it."""
 
-    def __init__(self, part: Part, number: int, place: Place) -> None:
+    def __init__(self, part: Part, number: int, place: GradientSlot) -> None:
         self.part, self.number, self.place = part, number, place
         self.pushes = 0
         self.copies: dict[int, torch.Tensor] = {}  # the server's, by where they are
 
 
 class DistStore(KVStore):
-    """`dist_sync` and `dist_async`."""
+    """The types `dist_sync` and `dist_async`: keys are kept by servers."""
 
-    def __init__(self, type: str, timeout: float = 600.0, wire: Transport | None = None) -> None:
+    def __init__(self, type: str, timeout: float = 600.0, transport: Transport | None = None) -> None:
         super().__init__(type)
-        wire = wire or workers()
-        self._lines = lines_of(wire)
-        self.rank, self.num_workers, self.num_servers = self._lines.rank, self._lines.workers, self._lines.servers
-        self._timeout, self._number = timeout, next(self._lines.stores)
-        self._wire = wire or transport()
+        transport = transport or workers()
+        self._channels = channels_of(transport)
+        self.rank, self.num_workers, self.num_servers = (
+            self._channels.rank,
+            self._channels.workers,
+            self._channels.servers,
+        )
+        self._timeout, self._number = timeout, next(self._channels.stores)
+        self._transport = transport or context.transport()
         self._bound = AT_ONCE if type.endswith("_async") else ROUND
         self._shelves: dict[Key, list[Shelf]] = {}
         self._rows: dict[Key, int] = {}  # elements of a row, of keys that are not cut within rows
@@ -52,9 +57,9 @@ class DistStore(KVStore):
 
     def barrier(self) -> None:
         """Wait for all workers, and until servers have taken in what they have pushed."""
-        for server, queue in enumerate(self._lines.queues):
+        for server, queue in enumerate(self._channels.queues):
             self._wait(server, queue.posted, "take its requests")
-        self._wire.barrier()
+        self._transport.barrier()
 
     @property
     def parts(self) -> list[Part]:
@@ -68,19 +73,20 @@ class DistStore(KVStore):
         for part in place(key, value.numel(), self.num_servers, self.big, row):
             count = part.end - part.begin
             shape = (count // row, *value.shape[1:]) if rows else value.shape if count == value.numel() else (count,)
-            found, offset = self._lines.place(count, value.dtype, shape[0] if shape else 0)
-            if self.rank == 0:
+            found, offset = self._channels.place(count, value.dtype, shape[0] if shape else 0)
+            gives = self._transport.rank == 0
+            if gives:
                 found.gradient.copy_(flat[part.begin : part.end])
             told = {"store": self._number, "key": key, "begin": part.begin, "shape": tuple(shape), "place": offset}
-            told |= {"dtype": str(value.dtype).removeprefix("torch.")}
-            shelves.append(Shelf(part, self._lines.parts[part.server], found))
-            self._tell(part.server, Op.INIT, told, (found.begin, found.gradient.nbytes) if self.rank == 0 else NOTHING)
+            told |= {"dtype": str(value.dtype).removeprefix("torch."), "gives": gives}
+            shelves.append(Shelf(part, self._channels.parts[part.server], found))
+            self._tell(part.server, Op.INIT, told, (found.begin, found.gradient.nbytes) if gives else NOTHING)
         self._shelves[key] = shelves
         if rows or len(shelves) == 1:
             self._rows[key] = value[0].numel() if value.ndim else 1
 
     def _use(self, updater: Updater, told: dict[str, Any]) -> None:
-        if not isinstance(updater, Optimizing):
+        if not isinstance(updater, ServerOptimizer):
             told = {"updater": (updater.__name__, digest_of(updater))}
         self._tell_all(told)
         self._updates = True
@@ -94,8 +100,8 @@ class DistStore(KVStore):
             self._tell(server, Op.SET, {"store": self._number, "turn": numbers})
 
     def _tell_all(self, what: dict[str, Any]) -> None:
-        """All servers, by rank 0; nobody goes on before they know."""
-        if self.rank == 0:
+        """All servers, by the first worker; nobody goes on before they know."""
+        if self._transport.rank == 0:
             for server in range(self.num_servers):
                 self._tell(server, Op.SET, {"store": self._number, **what})
         self.barrier()
@@ -206,8 +212,12 @@ class DistStore(KVStore):
         self._record("pull", key, shelf, found.nbytes, start, to_server=False)
         return found
 
-    def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int) -> None:
-        """Push a gradient that comes in flat pieces, one after another, each copied once."""
+    def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int, left_out: Sequence[Interval] = ()) -> None:
+        """Push a gradient that comes in flat pieces, one after another, each copied once.
+
+        `left_out` are the intervals of the whole for which there is no gradient: the optimizer leaves alone what all
+        workers have left out, and what is left out by some counts as zeros.
+        """
         counts = [piece.numel() for piece in pieces]
         ends = list(accumulate(counts))
         for shelf in self._shelves[key]:
@@ -227,23 +237,49 @@ class DistStore(KVStore):
                 torch.cat(some, out=shelf.place.gradient)
                 laid = DENSE, 0, shelf.place.gradient.nbytes
             else:
-                laid = self._lay(key, shelf, torch.cat(some), None)
+                with self._keeping_residual(key, shelf, left_out):
+                    laid = self._lay(key, shelf, torch.cat(some), None)
+            if left_out:
+                laid = self._lay_left_out(shelf, left_out, *laid)
             self._hand_in(key, shelf, bound, start, *laid)
+
+    def _lay_left_out(
+        self, shelf: Shelf, left_out: Sequence[Interval], kind: int, _: int, nbytes: int
+    ) -> tuple[int, int, int]:
+        """Behind the gradient, what of this part it leaves out."""
+        first, last = shelf.part.begin, shelf.part.end
+        here = [(begin - first, end - first) for begin, end in overlap(left_out, [(first, last)])]
+        spans = shelf.place.spans_after(nbytes, len(here))
+        if here:
+            spans.copy_(torch.tensor(here))
+        return kind, len(here), -(-nbytes // 8) * 8 + spans.nbytes
+
+    @contextmanager
+    def _keeping_residual(self, key: Key, shelf: Shelf, left_out: Sequence[Interval]) -> Iterator[None]:
+        """What is left out is not sent, so what compression has not sent of it stays as it is."""
+        residual = self._residuals.get((key, self._shelves[key].index(shelf))) if left_out else None
+        before = None if residual is None else residual.clone()
+        yield
+        if residual is not None and before is not None:
+            first, last = shelf.part.begin, shelf.part.end
+            for begin, end in overlap(left_out, [(first, last)]):
+                residual[begin - first : end - first] = before[begin - first : end - first]
 
     def slots(self, key: Key) -> list[tuple[torch.Tensor, int]]:
         """What the optimizer remembers of a key, flat, and after how many steps; for a checkpoint."""
         found: list[tuple[torch.Tensor, int]] = []
         while True:
-            pieces, reply = [], 0
+            pieces, reply = [], 0  # the largest: of a part that was never updated there is nothing to tell
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
                 gets = (shelf.place.begin, shelf.place.gradient.nbytes)
                 asked = self._ask(shelf.part.server, Op.PULL, shelf.number, SLOT, len(found), gets=gets)
                 self._wait(shelf.part.server, asked, f"answer its pull of key {key!r}")
-                reply = self._lines.queues[shelf.part.server].reply(asked)
+                reply = max(reply, self._channels.queues[shelf.part.server].reply(asked))
                 pieces.append(shelf.place.gradient.clone())
             if not reply:
-                return found
+                uniform = not found or bool((found[-1][0] == found[-1][0][0]).all())
+                return found[:-1] if uniform else found  # the last tells how often each weight was updated
             found.append((torch.cat(pieces), reply - 1))
 
     def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -263,9 +299,9 @@ class DistStore(KVStore):
 
     def clock(self, clock: int, bound: int | None) -> int:
         """Begin step number `clock`, as soon as nobody who lives is more than `bound` steps behind; None is any."""
-        number = self._ask(0, Op.CLOCK, 0, clock + (self._lines.epoch << 42), -1 if bound is None else bound)
+        number = self._ask(0, Op.CLOCK, 0, clock + (self._channels.epoch << 42), -1 if bound is None else bound)
         self._wait(0, number, f"let it begin step {clock}")
-        return self._lines.queues[0].reply(number)
+        return self._channels.queues[0].reply(number)
 
     def meet(self, clock: int) -> list[int]:
         """A barrier of all workers that live, after which all that they have pushed is in the values; gives them."""
@@ -279,10 +315,10 @@ class DistStore(KVStore):
 
     def _ask(self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING) -> int:
         """As soon as there is room for one more request; gives the number to wait for."""
-        queue = self._lines.queues[server]
+        queue = self._channels.queues[server]
         if queue.posted - queue.served >= DEPTH:
             self._wait(server, queue.posted - DEPTH + 1, "take its requests")
-        return self._lines.ask(server, op, part, *numbers, lays=lays, gets=gets)
+        return self._channels.ask(server, op, part, *numbers, lays=lays, gets=gets)
 
     def _ask_for(self, shelf: Shelf) -> int:
         """The weights, which are where the server will tell."""
@@ -291,19 +327,22 @@ class DistStore(KVStore):
 
     def _found(self, shelf: Shelf, number: int) -> torch.Tensor:
         """Where the server has told that the weights are."""
-        offset = self._lines.queues[shelf.part.server].reply(number)
+        offset = self._channels.queues[shelf.part.server].reply(number)
         if offset not in shelf.copies:
-            shelf.copies[offset] = self._lines.tensor(offset, shelf.place.gradient.numel(), shelf.place.gradient.dtype)
+            shelf.copies[offset] = self._channels.tensor(
+                offset, shelf.place.gradient.numel(), shelf.place.gradient.dtype
+            )
         return shelf.copies[offset]
 
     def _tell(self, server: int, op: Op, what: dict[str, Any], lays: Span = NOTHING) -> None:
-        queue = self._lines.queues[server]
+        queue = self._channels.queues[server]
         self._wait(server, queue.posted, "take its requests")  # the text of the last one is still there
-        number = self._lines.ask(server, op, 0, lays=lays, text=queue.write(what))
-        self._wait(server, number, f"take in {what}")
+        number = self._channels.ask(server, op, 0, lays=lays, text=queue.write(what))
+        subject = f"key {what['key']!r}" if op == Op.INIT else "an optimizer, a compression or a learning rate"
+        self._wait(server, number, f"take in {subject}")
 
     def _wait(self, server: int, number: int, what: str) -> None:
-        queue = self._lines.queues[server]
+        queue = self._channels.queues[server]
         if queue.served < number:
             self._wait_for(server, what, lambda: queue.served >= number)
         if queue.generation != queue.known:
@@ -315,23 +354,23 @@ class DistStore(KVStore):
             self._wait_for(shelf.part.server, what, lambda: shelf.place.applied >= shelf.pushes)
 
     def _wait_for(self, server: int, what: str, done: Callable[[], bool]) -> None:
-        peers, whom = self._lines.peers, ([self.num_workers + server], f"for {{}} to {what}")
-        wait = Patience(peers, self._timeout, lambda: whom, self._lines.bell)
+        peers, whom = self._channels.peers, ([self.num_workers + server], f"for {{}} to {what}")
+        wait = Backoff(peers, self._timeout, lambda: whom, self._channels.semaphore)
         while not done():
             try:
                 wait()
             except ConnectionError:
                 if not done():  # the last that it did
                     raise
-            if self._lines.over and not done():
+            if self._channels.over and not done():
                 raise ConnectionError(f"{peers.complaint(*whom)}, which has ended")
 
     def _record(self, phase: str, key: Key, shelf: Shelf, nbytes: int, start: float, to_server: bool) -> None:
         """As a message between this worker and the server."""
-        if isinstance(self._wire, Recorder):
+        if isinstance(self._transport, Recorder):
             ends = (self.rank, self.num_workers + shelf.part.server)
-            self._wire.label(f"{phase} {key}", self._shelves[key].index(shelf))
-            self._wire.note(*(ends if to_server else ends[::-1]), nbytes, start)
+            self._transport.label(f"{phase} {key}", self._shelves[key].index(shelf))
+            self._transport.note(*(ends if to_server else ends[::-1]), nbytes, start)
 
 
 def _flat(target: torch.Tensor) -> torch.Tensor:

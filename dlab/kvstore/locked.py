@@ -10,79 +10,86 @@ from contextlib import suppress
 
 import torch
 
-from dlab.kvstore.copies import Copies
-from dlab.kvstore.placement import Key
-from dlab.kvstore.updates import Optimizing, Recipe
-from dlab.processes.board import Front
+from dlab.kvstore.optimizers import Recipe, ServerOptimizer
+from dlab.kvstore.placement import Interval, Key
+from dlab.kvstore.versions import Versions
+from dlab.memory.backoff import Backoff, Peers
+from dlab.memory.lock import Lock
+from dlab.processes.between.control import Front
 from dlab.transports import Transport, share_memory
 from dlab.transports.distributed import for_cpu
-from dlab.transports.locks import Lock
-from dlab.transports.patience import Patience, Peers
 
 _PAGE = 4096
 _VERSION, _STEPS, _MEETING, _PRESENT = range(4)  # numbers that all see; after them a clock for each worker
 
 
 class LockedStore:
-    """One key, flat, of all workers of a wire that are on one host; asynchronous. Every worker must make it.
+    """One key, flat, of all workers of a transport that are on one host; asynchronous. Every worker must make it.
 
     An update writes a new version beside the one that others still read, and only then makes it the newest: nobody
     ever sees half of one, and who dies in the middle of it leaves the old one. What the optimizer remembers is changed
     in place.
     """
 
-    def __init__(self, weights: torch.Tensor, recipe: Recipe, wire: Transport, timeout: float = 600.0) -> None:
-        self._wire, self._timeout = wire, timeout
-        self._updater = Optimizing(recipe)
+    def __init__(self, weights: torch.Tensor, recipe: Recipe, transport: Transport, timeout: float = 600.0) -> None:
+        self._transport, self._timeout = transport, timeout
+        self._updater = ServerOptimizer(recipe)
         room = -(-weights.nbytes // _PAGE) * _PAGE
-        begin, tensors = Front.ROOM + _PAGE * (1 + wire.size // 64), wire.size + 1 + self._updater.slots
-        memory = share_memory(for_cpu(wire), begin + tensors * room)
+        begin, tensors = Front.ROOM + _PAGE * (1 + transport.size // 64), transport.size + 1 + self._updater.slots
+        memory = share_memory(for_cpu(transport), begin + tensors * room)
         if memory is None:
             raise RuntimeError("workers without a server share memory, so they must be on one host: take servers=1")
-        self._front, page = Front(memory, wire.size), memory[Front.ROOM : begin]
+        self._front, page = Front(memory, transport.size), memory[Front.ROOM : begin]
         self._lock, page = Lock(page), page[Lock.ROOM :]
-        table, page = page[: 8 * (1 + wire.size)].cast("Q"), page[8 * (1 + wire.size) :]
-        self._numbers, self._clocks = page[:32].cast("Q"), page[32 : 32 + 8 * wire.size].cast("Q")
+        table, page = page[: 8 * (1 + transport.size)].cast("Q"), page[8 * (1 + transport.size) :]
+        self._numbers, self._clocks = page[:32].cast("Q"), page[32 : 32 + 8 * transport.size].cast("Q")
 
         def tensor(number: int) -> torch.Tensor:
             return torch.frombuffer(memory, dtype=weights.dtype, count=len(weights), offset=begin + number * room)
 
-        self._copies = Copies(wire.size, table, tensor)
-        self._slots = [tensor(wire.size + 1 + number) for number in range(self._updater.slots)]
+        self._versions = Versions(transport.size, table, tensor)
+        self._slots = [tensor(transport.size + 1 + number) for number in range(self._updater.slots)]
         self._stored, self._seen, self._staleness = tensor(0), 0, 0
         self._parts: dict[int, tuple[torch.Tensor, ...]] = {}  # of each copy, as gradients come
-        self._bell = self._front.bells[wire.rank]
-        self._bell.hang()
-        self._peers = Peers(self._front.numbers, wire.rank)
-        if wire.rank == 0:
+        self._semaphore = self._front.semaphores[transport.rank]
+        self._semaphore.hang()
+        self._peers = Peers(self._front.numbers, transport.rank)
+        if transport.rank == 0:
             self._lock.make()
-            self._copies[0].copy_(weights)
+            self._versions[0].copy_(weights)
         self.barrier()
 
     def barrier(self) -> None:
         """Wait for all workers."""
-        self._wire.barrier()
+        self._transport.barrier()
 
     def turn(self, **numbers: float) -> None:
         """Change numbers of the optimizer, for this worker's updates."""
         self._updater.turn(**numbers)
 
-    def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int) -> None:
-        """Update the weights with a gradient that comes in flat pieces, one after another."""
+    def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int, left_out: Sequence[Interval] = ()) -> None:
+        """Update the weights with a gradient that comes in flat pieces, one after another.
+
+        The intervals `left_out`, for which there is no gradient, stay as they are; Adam counts the step all the same.
+        """
         rate = self._updater.rate if pieces[0].is_cpu else None
         with self._lock:
-            old, new = self._copies.newest, self._copies.next()
+            old, new = self._versions.newest, self._versions.next()
             if rate is not None:
                 for before, piece, after in zip(self._cut(old, pieces), pieces, self._cut(new, pieces), strict=True):
                     torch.add(before, piece, alpha=-rate, out=after)
             else:
                 if new != old:
-                    self._copies[new].copy_(self._copies[old])
-                self._stored.data = self._copies[new]
+                    self._versions[new].copy_(self._versions[old])
+                self._stored.data = self._versions[new]
+                kept = [[each[begin:end].clone() for each in (self._stored, *self._slots)] for begin, end in left_out]
                 self._updater.remember(self._stored, self._slots, self._numbers[_STEPS])
                 self._updater(key, torch.cat(pieces).cpu(), self._stored)
                 self._updater.write_down(self._stored, self._slots)
-            self._copies.turn_to(new)
+                for (begin, end), tensors in zip(left_out, kept, strict=True):
+                    for each, old_values in zip((self._stored, *self._slots), tensors, strict=True):
+                        each[begin:end] = old_values
+            self._versions.turn_to(new)
             self._staleness = self._numbers[_VERSION] - self._seen
             self._numbers[_VERSION] += 1
             self._numbers[_STEPS] += 1
@@ -90,13 +97,13 @@ class LockedStore:
     def _cut(self, number: int, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A copy, in pieces like these; of each worker they are always the same."""
         if number not in self._parts:
-            self._parts[number] = self._copies[number].split([piece.numel() for piece in pieces])
+            self._parts[number] = self._versions[number].split([piece.numel() for piece in pieces])
         return self._parts[number]
 
     def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
         """The newest weights, to be read only, until this is called again; for a GPU, they are copied to `own`."""
         with self._lock:
-            found = self._copies[self._copies.lend(self._wire.rank)]
+            found = self._versions[self._versions.lend(self._transport.rank)]
             self._seen = self._numbers[_VERSION]
         return found if own.is_cpu else own.copy_(found)
 
@@ -106,14 +113,14 @@ class LockedStore:
 
     def meet(self, clock: int) -> list[int]:
         """A barrier of all workers that live, with a number that grows; gives them, the same to all."""
-        self._clocks[self._wire.rank] = clock
-        for bell in self._front.bells:
-            bell.ring()
+        self._clocks[self._transport.rank] = clock
+        for semaphore in self._front.semaphores:
+            semaphore.post()
 
         def missing() -> list[int]:
             return [rank for rank in self._peers.alive() if self._clocks[rank] < clock]
 
-        wait = Patience(self._peers, self._timeout, lambda: (missing(), "for {} to meet"), self._bell)
+        wait = Backoff(self._peers, self._timeout, lambda: (missing(), "for {} to meet"), self._semaphore)
         while missing():
             with suppress(ConnectionError):  # who has just died is not waited for
                 wait()
@@ -122,7 +129,7 @@ class LockedStore:
                 self._numbers[_MEETING] = clock
                 self._numbers[_PRESENT] = sum(1 << rank for rank in self._peers.alive())
             present = self._numbers[_PRESENT]
-        return [rank for rank in range(self._wire.size) if present >> rank & 1]
+        return [rank for rank in range(self._transport.size) if present >> rank & 1]
 
     # checkpoints
 
@@ -133,9 +140,9 @@ class LockedStore:
     def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
         """The opposite, with the value; by one worker, while the others wait."""
         with self._lock:
-            number = self._copies.next()
-            self._copies[number].copy_(value)
-            self._copies.turn_to(number)
+            number = self._versions.next()
+            self._versions[number].copy_(value)
+            self._versions.turn_to(number)
             self._numbers[_STEPS] = 0
             for slot, (content, steps) in zip(self._slots, slots, strict=False):  # before the first step there is none
                 slot.copy_(content)

@@ -6,10 +6,12 @@ Taught in `05_parameter_server.ipynb`.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from math import floor
 from typing import NamedTuple
 
 Key = int | str
+Interval = tuple[int, int]  # of a key's elements: begin, and end
 BIG = 1_000_000  # elements: a key with as many or more is cut
 _SPREAD = 9973  # MXNet's; it is 1 modulo 2, 3, 4 and 6, so with as many servers it changes nothing
 
@@ -35,6 +37,16 @@ def place(key: Key, count: int, servers: int, big: int = BIG, row: int = 1) -> l
         return [Part(key, server_of(key, servers), 0, count)]
     cuts = [floor(count // row / servers * number + 0.5) * row for number in range(servers + 1)]  # halves go up
     return [Part(key, server, cuts[server], cuts[server + 1]) for server in range(servers)]
+
+
+def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """What both have: of two lists of intervals (begin, end), in order.
+
+    >>> overlap([(0, 4), (6, 9)], [(2, 7)])
+    [(2, 4), (6, 7)]
+    """
+    pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
+    return [(begin, end) for begin, end in pairs if begin < end]
 
 
 def server_of(key: Key, servers: int) -> int:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from dlab.kvstore.codes import Compression, compression
-from dlab.kvstore.copies import Copies
-from dlab.kvstore.lines import Lines, Op, Place, Queue, Request
-from dlab.kvstore.placement import Key
-from dlab.kvstore.updates import Optimizing, Updater
-from dlab.transports.patience import ASK, Patience
+from dlab.kvstore.channels import Channels, GradientSlot, Op, Queue, Request
+from dlab.kvstore.compression import Compression, parse_compression
+from dlab.kvstore.optimizers import ServerOptimizer, Updater
+from dlab.kvstore.placement import Interval, Key, overlap
+from dlab.kvstore.versions import Versions
+from dlab.memory.backoff import ASK, Backoff
 
 DENSE, CODED, ROWS = range(3)  # how a gradient is laid down: as it is, compressed, or some rows of it
 VALUE, SLOT = 3, 4  # no gradients, but the weights themselves, and what the optimizer remembers of them
@@ -43,11 +43,12 @@ class Held:
     store: Store
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    value: torch.Tensor | None = None  # until rank 0 has given it; lies in the newest of the copies
-    copies: Copies | None = None
-    offsets: list[int] = field(default_factory=list)  # of the copies
-    places: dict[int, Place] = field(default_factory=dict)
-    laid: dict[int, tuple[int, int]] = field(default_factory=dict)  # of this round, by worker: kind, rows
+    value: torch.Tensor | None = None  # until rank 0 has given it; lies in the newest of the versions
+    versions: Versions | None = None
+    offsets: list[int] = field(default_factory=list)  # of the versions
+    places: dict[int, GradientSlot] = field(default_factory=dict)
+    # of this round, by worker: the kind, and how many rows there are, or spans that are left out
+    laid: dict[int, tuple[int, int]] = field(default_factory=dict)
     version: int = 0  # updates so far
     seen: dict[int, int] = field(default_factory=dict)  # by worker: the version that it pulled last
 
@@ -59,38 +60,38 @@ class Held:
 
     def move_on(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights as they are, and where the next ones are to be written, which may be the same memory."""
-        assert self.copies is not None
-        old, new = self.copies.newest, self.copies.next()
-        self.copies.turn_to(new)
-        before, self.stored.data = self.copies[old].view(self.shape), self.copies[new].view(self.shape)
+        assert self.versions is not None
+        old, new = self.versions.newest, self.versions.next()
+        self.versions.turn_to(new)
+        before, self.stored.data = self.versions[old].view(self.shape), self.versions[new].view(self.shape)
         return before, self.stored.detach()
 
 
 class Server:
-    """Serves the workers at the other ends of these lines until it is stopped.
+    """Serves the workers at the other ends of these channels until it is stopped.
 
     `find(name, digest)` gives the function of this name that the parent has sent, if it has this digest.
     """
 
-    def __init__(self, lines: Lines, find: Callable[[str, str], Updater]) -> None:
-        self._lines, self._find = lines, find
+    def __init__(self, channels: Channels, find: Callable[[str, str], Updater]) -> None:
+        self._channels, self._find = channels, find
         self._stores: dict[int, Store] = {}
-        self._parts: list[list[Held]] = [[] for _ in range(lines.workers)]  # as each worker counts them
+        self._parts: list[list[Held]] = [[] for _ in range(channels.workers)]  # as each worker counts them
         self._held: dict[tuple[int, Key, int], Held] = {}  # by store, key, and where the part begins
-        self._clocks = [0] * lines.workers
+        self._clocks = [0] * channels.workers
         self._meeting = (-1, 0)  # the clock that somebody was let begin last, and who lived then
-        self._alive = set(range(lines.workers))
+        self._alive = set(range(channels.workers))
         self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._looked, self._idle = time.monotonic(), 0.0  # since when it has had nothing to do
         self.updates = 0
         self._reply = 0  # to the request under way
-        self._news: set[int] = set()  # workers for whom something has changed since their bell was rung
+        self._news: set[int] = set()  # workers for whom something has changed since their semaphore was rung
 
     def serve(self) -> None:
         """Until no worker is left."""
-        idle = Patience(self._lines.peers, float("inf"), lambda: ([], ""), self._lines.bell)
-        while not self._lines.over:
-            served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._lines.queues)]
+        idle = Backoff(self._channels.peers, float("inf"), lambda: ([], ""), self._channels.semaphore)
+        while not self._channels.over:
+            served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._channels.queues)]
             if any(served):
                 idle.reset()
                 self._idle = 0.0
@@ -105,7 +106,7 @@ class Server:
             self._news.add(worker)
         found = bool(self._news)
         while self._news:
-            self._lines.ring(self._news.pop())
+            self._channels.ring(self._news.pop())
         return found
 
     def _look_around(self) -> None:
@@ -115,19 +116,19 @@ class Server:
             return
         self._looked = now
         self._idle = self._idle or now
-        self._lines.peers.tell(self._idle, *self._missed())
-        alive = set(self._lines.peers.alive())
+        self._channels.peers.tell(self._idle, *self._missed())
+        alive = set(self._channels.peers.alive())
         if self._alive - alive:
             self._alive &= alive
             for held in self._held.values():
                 self._close_round(held)
-                for worker in range(self._lines.workers):
-                    if worker not in alive and held.copies is not None:
-                        held.copies.forget(worker)
+                for worker in range(self._channels.workers):
+                    if worker not in alive and held.versions is not None:
+                        held.versions.forget(worker)
 
     def _missed(self) -> tuple[list[int], str]:
         """Whom the requests that cannot be answered yet wait for, and what for."""
-        for worker, queue in enumerate(self._lines.queues):
+        for worker, queue in enumerate(self._channels.queues):
             request = queue.head()
             if request is None or request.op in (Op.INIT, Op.SET):  # these have come just now
                 continue
@@ -136,7 +137,7 @@ class Server:
                 return sorted(behind), "for {} to catch up"
             held = self._parts[worker][request.part]
             if held.value is None:
-                return [0], f"for {{}} to initialise key {held.key!r}"
+                return sorted(self._alive)[:1], f"for {{}} to initialise key {held.key!r}"
             return sorted(self._alive - held.laid.keys()), f"for {{}} to push key {held.key!r}"
         return [], "for requests"
 
@@ -158,7 +159,7 @@ class Server:
     # keys
 
     def _init(self, worker: int, what: dict[str, Any]) -> None:
-        """Only rank 0's value counts."""
+        """Only the first worker's value counts."""
         name = (what["store"], what["key"], what["begin"])
         if name not in self._held:
             store = self._stores.setdefault(what["store"], Store())
@@ -172,28 +173,30 @@ class Server:
                 f"{held.shape} of {held.dtype}: all ranks must call kv.init with the same"
             )
         count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
-        place = held.places[worker] = Place(self._lines.memory, what["place"], count, dtype, rows)
-        if worker == 0:
-            held.copies = Copies(self._lines.workers, [0] * (1 + self._lines.workers), partial(self._make, held, count))
-            held.value = held.copies[0].copy_(place.gradient).view(held.shape)
+        place = held.places[worker] = GradientSlot(self._channels.memory, what["place"], count, dtype, rows)
+        if what["gives"]:
+            held.versions = Versions(
+                self._channels.workers, [0] * (1 + self._channels.workers), partial(self._make, held, count)
+            )
+            held.value = held.versions[0].copy_(place.gradient).view(held.shape)
         self._parts[worker].append(held)
 
     def _make(self, held: Held, count: int, number: int) -> torch.Tensor:
         """One more copy: they come in the order of their numbers."""
         assert held.dtype is not None and number == len(held.offsets)
-        copy, offset = self._lines.room(count, held.dtype)
+        copy, offset = self._channels.room(count, held.dtype)
         held.offsets.append(offset)
         return copy
 
     def _set(self, what: dict[str, Any]) -> None:
         store = self._stores.setdefault(what["store"], Store())
         if "optimizer" in what:
-            store.updater = Optimizing(what["optimizer"])
+            store.updater = ServerOptimizer(what["optimizer"])
         if "updater" in what:
             store.updater = self._find(*what["updater"])
         if "compression" in what:
-            store.compression = compression(what["compression"])
-        if "turn" in what and isinstance(store.updater, Optimizing):
+            store.compression = parse_compression(what["compression"])
+        if "turn" in what and isinstance(store.updater, ServerOptimizer):
             store.updater.turn(**what["turn"])
 
     # pushing and pulling
@@ -218,7 +221,7 @@ class Server:
 
     def _apply(self, held: Held, workers: list[int]) -> None:
         """One update with the sum of what these workers have laid down."""
-        self._update(held, self._total(held, workers))
+        self._update(held, self._total(held, workers), self._left_out_by_all(held, workers))
         for worker in workers:
             del held.laid[worker]
             held.places[worker].apply(held.version - held.seen.get(worker, 0))
@@ -226,17 +229,35 @@ class Server:
         held.version += 1
         self.updates += 1
 
-    def _update(self, held: Held, total: torch.Tensor) -> None:
+    def _left_out_by_all(self, held: Held, workers: list[int]) -> list[Interval]:
+        if not all(held.laid[worker][1] for worker in workers):  # as a rule: somebody has used everything
+            return []
+        first, *others = (self._left_out(held, worker) for worker in workers)
+        return reduce(overlap, others, first)
+
+    def _left_out(self, held: Held, worker: int) -> list[Interval]:
+        """What of this part a worker had no gradient for."""
+        (kind, count), place = held.laid[worker], held.places[worker]
+        if kind == ROWS or not count:
+            return []
+        nbytes = place.gradient.nbytes
+        if kind == CODED and held.store.compression is not None:
+            nbytes = held.store.compression.nbytes(place.gradient.numel())
+        return [(begin, end) for begin, end in place.spans_after(nbytes, count).tolist()]
+
+    def _update(self, held: Held, total: torch.Tensor, left_out: list[Interval]) -> None:
         updater, (before, after) = held.store.updater, held.move_on()
         if updater is None:
             after.copy_(_dense(total))
-        elif isinstance(updater, Optimizing) and updater.rate is not None and not total.is_sparse:
+        elif isinstance(updater, ServerOptimizer) and updater.rate is not None and not total.is_sparse:
             torch.add(before, total, alpha=-updater.rate, out=after)
         else:
             if after.data_ptr() != before.data_ptr():
                 after.copy_(before)
-            fits = isinstance(updater, Optimizing) and updater.takes_rows
-            updater(held.key, total if fits else _dense(total), held.stored)
+            if not isinstance(updater, ServerOptimizer):
+                updater(held.key, _dense(total), held.stored)
+            else:
+                updater(held.key, total if updater.takes_rows else _dense(total), held.stored, left_out)
 
     def _total(self, held: Held, workers: list[int]) -> torch.Tensor:
         first, *others = workers
@@ -261,6 +282,8 @@ class Server:
         assert held.store.compression is not None
         out = self._room(held.stored, 1)
         held.store.compression.decode(place.raw[: held.store.compression.nbytes(out.numel())], out.view(-1))
+        for begin, end in self._left_out(held, worker):
+            out.view(-1)[begin:end] = 0
         return out
 
     def _room(self, like: torch.Tensor, number: int) -> torch.Tensor:
@@ -270,14 +293,14 @@ class Server:
             rooms.append(torch.empty(like.numel(), dtype=like.dtype))
         return rooms[number].view(like.shape)
 
-    def _restore(self, held: Held, place: Place, kind: int, number: int, steps: int) -> None:
+    def _restore(self, held: Held, place: GradientSlot, kind: int, number: int, steps: int) -> None:
         """From a checkpoint."""
         content = place.gradient.view(held.shape)
         if kind == VALUE:
             _, after = held.move_on()
             after.copy_(content)
         else:
-            assert isinstance(held.store.updater, Optimizing)
+            assert isinstance(held.store.updater, ServerOptimizer)
             held.store.updater.set_slot(held.stored, number, content, steps)
         place.apply(staleness=0)
 
@@ -287,14 +310,14 @@ class Server:
             return False
         place = held.places[worker]
         if kind == SLOT:
-            assert isinstance(held.store.updater, Optimizing)
-            if slot := held.store.updater.slot(held.value, rows):
-                place.gradient.copy_(slot[0].view(-1))
-                self._reply = 1 + slot[1]
+            assert isinstance(held.store.updater, ServerOptimizer)
+            slot = held.store.updater.slot(held.value, rows)
+            place.gradient.copy_(slot[0].view(-1)) if slot else place.gradient.zero_()
+            self._reply = 1 + slot[1] if slot else 0
             return True
         if kind == DENSE:
-            assert held.copies is not None
-            self._reply = held.offsets[held.copies.lend(worker)]
+            assert held.versions is not None
+            self._reply = held.offsets[held.versions.lend(worker)]
         else:
             numbers, found = rows_in(place, rows, held.shape, held.value.dtype)
             torch.index_select(held.value.view(-1, found.shape[1]), 0, numbers, out=found)
@@ -324,14 +347,16 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def rows_in(place: Place, rows: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_in(
+    place: GradientSlot, rows: int, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where so many rows of a table are laid down: their numbers, and what is in them, flat."""
     columns = torch.Size(shape[1:]).numel()
     values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype)
     return place.raw[: 8 * rows].view(torch.int64), values.view(rows, columns)
 
 
-def read_rows(place: Place, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+def read_rows(place: GradientSlot, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
     """What a worker has laid down, as a sparse tensor; it holds no memory of the place."""
     numbers, values = (each.clone() for each in rows_in(place, rows, shape, place.gradient.dtype))
     return torch.sparse_coo_tensor(

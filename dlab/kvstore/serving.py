@@ -1,4 +1,4 @@
-"""Who serves: the server processes of a cluster, or, where nobody has started any, the last ranks of a wire.
+"""Who serves: the server processes of a cluster, or, where nobody has started any, the last ranks of a transport.
 
 A server has been sent the same function as the workers, and runs nothing else than what is in it.
 """
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from dlab.kvstore.couriers import FarLines
-from dlab.kvstore.lines import Lines
+from dlab.kvstore.channels import Channels
+from dlab.kvstore.relay import RelayedChannels
 from dlab.kvstore.server import Server
-from dlab.processes.board import Desk
-from dlab.processes.errors import Stopped
-from dlab.processes.inside import Servers, once, servers, transport
+from dlab.processes.between.control import Desk
+from dlab.processes.between.errors import Stopped
+from dlab.processes.worker import context
+from dlab.processes.worker.context import Servers, once, servers
 from dlab.transports import Group, Transport, share_memory
 from dlab.transports.distributed import for_cpu
 
@@ -31,23 +32,23 @@ def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     def find(name: str, digest: str) -> Callable[..., object]:
         return find_function(name, digest, [function, *args, *kwargs.values()])
 
-    server = Server(lines(here), find)
+    server = Server(channels(here), find)
     with suppress(Stopped):
         server.serve()
     return server.updates
 
 
-def lines(here: Servers) -> Lines:
-    """This process's."""
-    return Lines(here.desk.map(), here.rank, here.workers, here.servers)
+def channels(here: Servers) -> Channels:
+    """The channels of this process to the servers of its cluster, or of a server to its workers."""
+    return Channels(here.desk.map(), here.rank, here.workers, here.servers)
 
 
 class Workers(Group):
-    """All ranks of a wire but the last ones, which serve them; where nobody has started servers, as under torchrun."""
+    """The ranks of a transport without the last ones, which serve the others, as under torchrun."""
 
-    def __init__(self, wire: Transport, lines: Lines) -> None:
-        super().__init__(wire, range(lines.workers))
-        self.lines = lines
+    def __init__(self, transport: Transport, channels: Channels) -> None:
+        super().__init__(transport, range(channels.workers))
+        self.channels = channels
 
 
 _workers: Workers | None = None  # of the process, while `run` runs
@@ -71,54 +72,54 @@ def run(function: Callable[..., T], *args: Any, servers: int = 1, **kwargs: Any)
         finally:
             _workers = None
 
-    return share_out(transport(), servers, work, [function, *args, *kwargs.values()])
+    return share_out(context.transport(), servers, work, [function, *args, *kwargs.values()])
 
 
 def workers() -> Workers | None:
-    """The wire to the workers and their lines, inside `run`."""
+    """The transport to the workers and their channels, inside `run`."""
     return _workers
 
 
-def lines_of(wire: Transport | None) -> Lines:
-    """The way to the servers, of workers with this wire, or of a worker of a cluster."""
-    return wire.lines if isinstance(wire, Workers) else once(_way_to_servers)
+def channels_of(transport: Transport | None) -> Channels:
+    """The way to the servers, of workers with this transport, or of a worker of a cluster."""
+    return transport.channels if isinstance(transport, Workers) else once(_way_to_servers)
 
 
-def _way_to_servers() -> Lines:
+def _way_to_servers() -> Channels:
     here = servers()
     if here is None:
         raise RuntimeError(
             "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
             "in a function that its workers run; under torchrun, call that by dlab.kvstore.run(function, servers=1)"
         )
-    return lines(here)
+    return channels(here)
 
 
-def share_out(wire: Transport, servers: int, work: Callable[[Workers], T], given: Sequence[Any] = ()) -> T | None:
-    """Of the last ranks of a wire, so many serve the others, to the end, and get None then. `given` is theirs to run.
+def share_out(transport: Transport, servers: int, work: Callable[[Workers], T], given: Sequence[Any] = ()) -> T | None:
+    """The last `servers` ranks of a transport serve the others and return None. `given` is what they may run.
 
     Every rank must call it.
     """
-    workers = wire.size - servers
+    workers = transport.size - servers
     if servers < 1 or workers < 1:
-        raise ValueError(f"{wire.size} ranks cannot be {servers} servers and their workers: start more")
-    lines = _lay_lines(wire, workers, servers)
+        raise ValueError(f"{transport.size} ranks cannot be {servers} servers and their workers: start more")
+    channels = _open_channels(transport, workers, servers)
     try:
-        if wire.rank < workers:
-            result = work(here := Workers(wire, lines))
+        if transport.rank < workers:
+            result = work(here := Workers(transport, channels))
             here.barrier()
             return result
-        Server(lines, lambda name, digest: find_function(name, digest, list(given))).serve()
+        Server(channels, lambda name, digest: find_function(name, digest, list(given))).serve()
         return None
     finally:
-        lines.end()
+        channels.end()
 
 
-def _lay_lines(wire: Transport, workers: int, servers: int) -> Lines:
-    memory = share_memory(for_cpu(wire), Desk.size(wire.size))  # servers are on the CPU
+def _open_channels(transport: Transport, workers: int, servers: int) -> Channels:
+    memory = share_memory(for_cpu(transport), Desk.size(transport.size))  # servers are on the CPU
     if memory is None:
-        return FarLines(wire.rank, workers, servers)
-    return Lines(memory, wire.rank, workers, servers)
+        return RelayedChannels(transport.rank, workers, servers)
+    return Channels(memory, transport.rank, workers, servers)
 
 
 def digest_of(function: Callable[..., Any]) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dlab.collectives import all_gather, broadcast
-from dlab.kvstore.codes import Compression, compression
+from dlab.kvstore.compression import Compression, parse_compression
+from dlab.kvstore.optimizers import ServerOptimizer, Updater, recipe
 from dlab.kvstore.placement import Key
 from dlab.kvstore.serving import workers
-from dlab.kvstore.updates import Optimizing, Updater, recipe
-from dlab.processes.inside import transport
+from dlab.processes.worker.context import transport
 from dlab.reduction import allreduce
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]  # one, or one for each device
@@ -58,7 +58,7 @@ class KVStore(ABC):
         self.barrier()
 
     def push(self, key: Key | Sequence[Key], value: Tensors | Sequence[Tensors]) -> None:
-        """Give gradients."""
+        """Give a gradient, or one for each device, to be applied to the key's value."""
         for one, given in _pairs(key, value):
             self._push(one, self._gradients(one, given))
 
@@ -103,7 +103,7 @@ class KVStore(ABC):
     def set_optimizer(self, optimizer: str | torch.optim.Optimizer, **numbers: Any) -> None:
         """Update values by this: "sgd", "adam" or "adagrad" with their numbers, or one of torch's own, whose numbers
         are taken. `rescale` multiplies every gradient."""
-        self._use(Optimizing(made := recipe(optimizer, **numbers)), {"optimizer": made})
+        self._use(ServerOptimizer(made := recipe(optimizer, **numbers)), {"optimizer": made})
 
     def set_updater(self, updater: Updater) -> None:
         """Update values by `updater(key, gradient, stored)`, which changes `stored`. Servers have been sent it with
@@ -114,7 +114,7 @@ class KVStore(ABC):
 
     def set_gradient_compression(self, params: Mapping[str, Any] | str) -> None:
         """Write what is pushed in fewer bytes: {"type": "2bit", "threshold": 0.5}, "1bit", "topk" or "bfloat16"."""
-        self._compression = compression(params)
+        self._compression = parse_compression(params)
         self._compress(params)
 
     def prefix(self, name: str) -> str:
@@ -252,12 +252,12 @@ class DeviceSyncStore(LocalStore):
         super().__init__(type)
         if workers() is not None:
             raise RuntimeError("dist_device_sync needs no servers: create it outside of dlab.kvstore.run, on all ranks")
-        self._wire = transport()
-        self.rank, self.num_workers = self._wire.rank, self._wire.size
+        self._transport = transport()
+        self.rank, self.num_workers = self._transport.rank, self._transport.size
 
     def _init(self, key: Key, value: torch.Tensor, rows: bool) -> None:
         super()._init(key, value.contiguous(), rows)
-        broadcast(self._stored[key], self._wire)
+        broadcast(self._stored[key], self._transport)
 
     def _push(self, key: Key, gradients: list[torch.Tensor]) -> None:
         total = add_up(gradients)
@@ -268,7 +268,7 @@ class DeviceSyncStore(LocalStore):
             code = torch.empty(self._compression.nbytes(total.numel()), dtype=torch.uint8)
             self._code(key, 0, total, code)
             parts = []
-            for each in all_gather(code.to(total.device), self._wire):
+            for each in all_gather(code.to(total.device), self._transport):
                 parts.append(torch.empty(total.numel()))
                 self._compression.decode(each.cpu(), parts[-1])
             total = add_up(parts).view(total.shape)
@@ -276,7 +276,7 @@ class DeviceSyncStore(LocalStore):
 
     def barrier(self) -> None:
         """Wait for all workers."""
-        self._wire.barrier()
+        self._transport.barrier()
 
 
 def add_up(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

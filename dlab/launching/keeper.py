@@ -14,16 +14,16 @@ import sys
 import threading
 from pathlib import Path
 
-from dlab.launching.logs import Journal
+from dlab.launching.logs import SchedulerLog
 
 LOOPBACK = "127.0.0.1"
 
 
-def start_keeper(listening: socket.socket, journal: Journal) -> subprocess.Popen[bytes]:
+def start_keeper(listening: socket.socket, scheduler_log: SchedulerLog) -> subprocess.Popen[bytes]:
     """Start the keeper; it takes over the very socket, so that nobody can take the port in between."""
     number, port = listening.fileno(), listening.getsockname()[1]
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, str(number), str(port), str(journal.path or "")],
+        [sys.executable, "-m", __name__, str(number), str(port), str(scheduler_log.path or "")],
         stdin=subprocess.PIPE,
         bufsize=0,
         pass_fds=[number],
@@ -32,9 +32,9 @@ def start_keeper(listening: socket.socket, journal: Journal) -> subprocess.Popen
     )
 
 
-def keep(listening: int, port: int, journal: Journal) -> None:
+def keep(listening: int, port: int, scheduler_log: SchedulerLog) -> None:
     """What the keeper does, until it is killed or the launcher is gone."""
-    threading.Thread(target=outlive, args=(journal,), daemon=True).start()  # at once: torch takes its time
+    threading.Thread(target=outlive, args=(scheduler_log,), daemon=True).start()  # at once: torch takes its time
 
     from torch.distributed import TCPStore
 
@@ -43,7 +43,7 @@ def keep(listening: int, port: int, journal: Journal) -> None:
     threading.Event().wait()
 
 
-def outlive(journal: Journal) -> None:
+def outlive(scheduler_log: SchedulerLog) -> None:
     """Hear from the launcher who starts (+pid) and ends (-pid); when it falls silent, kill who is left."""
     groups: set[int] = set()
     for line in sys.stdin:
@@ -55,9 +55,9 @@ def outlive(journal: Journal) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     with contextlib.suppress(OSError):  # the folder may be gone
-        journal.write("the launcher was killed: all ended")
+        scheduler_log.write("the launcher was killed: all ended")
     os._exit(0)
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), int(sys.argv[2]), Journal(Path(sys.argv[3]).parent if sys.argv[3] else None))
+    keep(int(sys.argv[1]), int(sys.argv[2]), SchedulerLog(Path(sys.argv[3]).parent if sys.argv[3] else None))

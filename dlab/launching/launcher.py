@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dlab.launching.keeper import LOOPBACK, start_keeper
-from dlab.launching.logs import Journal, open_logs
+from dlab.launching.logs import SchedulerLog, open_logs
 from dlab.launching.rank import Rank, describe_end, rank_environment
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
@@ -55,7 +55,7 @@ def launch(command: Sequence[str], n: int, logs: Path | None = None) -> Outcome:
     if n < 1:
         raise ValueError(f"{n} ranks cannot be started: it takes at least one")
     files = open_logs(logs, n) if logs else [None] * n
-    with signals_as_bytes() as signals, contextlib.closing(Launcher(Journal(logs), signals)) as launcher:
+    with signals_as_bytes() as signals, contextlib.closing(Launcher(SchedulerLog(logs), signals)) as launcher:
         return launcher.run(command, files)
 
 
@@ -80,8 +80,8 @@ def signals_as_bytes() -> Iterator[socket.socket]:
 class Launcher:
     """Starts the ranks, shows what they print, and sees to it that all end together."""
 
-    def __init__(self, journal: Journal, signals: socket.socket) -> None:
-        self._journal, self._signals = journal, signals
+    def __init__(self, scheduler_log: SchedulerLog, signals: socket.socket) -> None:
+        self._scheduler_log, self._signals = scheduler_log, signals
         self._keeper: subprocess.Popen[bytes] | None = None
         self._living: list[Rank] = []
         self._done: list[int] = []  # the ranks that ended well
@@ -99,21 +99,21 @@ class Launcher:
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signal)
         with socket.create_server((LOOPBACK, 0), backlog=4096) as listening:
             port = listening.getsockname()[1]
-            self._keeper = start_keeper(listening, self._journal)
+            self._keeper = start_keeper(listening, self._scheduler_log)
         self._watch(self._keeper, self._on_keeper_end)
         store = f"the store on {LOOPBACK}:{port} has pid {self._keeper.pid}"
-        self._journal.write(f"{len(logs)} ranks in {os.getcwd()}: the launcher has pid {os.getpid()}, {store}")
+        self._scheduler_log.write(f"{len(logs)} ranks in {os.getcwd()}: the launcher has pid {os.getpid()}, {store}")
         for number, log in enumerate(logs):
             rank = Rank(number, command, rank_environment(number, len(logs), port), log)
             self._living.append(rank)
             self._tell_keeper(f"+{rank.process.pid}")
             self._watch(rank.process, partial(self._on_end, rank))
             self._selector.register(rank.file, selectors.EVENT_READ, partial(self._on_output, rank))
-            self._journal.write(f"rank {number} started with pid {rank.process.pid}: {shlex.join(command)}")
+            self._scheduler_log.write(f"rank {number} started with pid {rank.process.pid}: {shlex.join(command)}")
         while self._living:
             self._wait()
         outcome = self._outcome or Outcome(0, "")
-        self._journal.write(f"all ended after {time.monotonic() - start:.2f} s, exit code {outcome.code}")
+        self._scheduler_log.write(f"all ended after {time.monotonic() - start:.2f} s, exit code {outcome.code}")
         return outcome
 
     def close(self) -> None:
@@ -141,12 +141,14 @@ class Launcher:
             self._keeper.stdin.write(f"{text}\n".encode())
 
     def _wait(self) -> None:
-        patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        for key, _ in self._selector.select(patience):
+        backoff = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for key, _ in self._selector.select(backoff):
             key.data()
         if self._living and self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
-            self._journal.write(f"SIGKILL to {name_ranks([rank.rank for rank in self._living])}: did not end by itself")
+            self._scheduler_log.write(
+                f"SIGKILL to {name_ranks([rank.rank for rank in self._living])}: did not end by itself"
+            )
             for rank in self._living:
                 rank.signal(signal.SIGKILL)
 
@@ -167,7 +169,7 @@ class Launcher:
         with contextlib.suppress(KeyError):  # it had closed its output already
             self._selector.unregister(rank.file)
         rank.close()
-        self._journal.write(f"rank {rank.rank} ended {how}")
+        self._scheduler_log.write(f"rank {rank.rank} ended {how}")
         if code == 0:
             self._done.append(rank.rank)
         elif self._outcome is None:
@@ -186,7 +188,7 @@ class Launcher:
     def _on_signal(self) -> None:
         for number in self._signals.recv(64):
             if self._outcome is not None:
-                self._deadline = time.monotonic()  # asked again: no more patience
+                self._deadline = time.monotonic()  # asked again: no more backoff
             else:
                 name = signal.Signals(number).name
                 sentence = "" if number == signal.SIGINT else f"{name} ended all ranks"  # Ctrl-C needs no words
@@ -194,7 +196,7 @@ class Launcher:
 
     def _stop(self, outcome: Outcome, reason: str) -> None:
         self._outcome, self._deadline = outcome, time.monotonic() + GRACE_SECONDS
-        self._journal.write(f"SIGTERM to all: {reason}")
+        self._scheduler_log.write(f"SIGTERM to all: {reason}")
         for rank in self._living:
             rank.signal(signal.SIGTERM)
 

@@ -25,7 +25,7 @@ def open_logs(folder: Path, n: int) -> list[Path | None]:
         raise OSError(f"the logs cannot be written into {folder} ({error.strerror})") from None
 
 
-class Journal:
+class SchedulerLog:
     """`scheduler.log`: what happened, each line with its time; without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None) -> None:

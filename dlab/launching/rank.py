@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from dlab.launching.keeper import LOOPBACK
-from dlab.processes.lifeline import signal_on_parent_death
-from dlab.processes.output import LineReader
+from dlab.processes.between.lifeline import signal_on_parent_death
+from dlab.processes.parent.output import LineReader
 
 
 def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:

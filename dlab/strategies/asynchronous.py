@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from dlab.models import flatten_gradients
-from dlab.processes.watching import tell
+from dlab.processes.worker.tracing import trace
 from dlab.strategies.base import Stopwatch, Strategy, Told
-from dlab.transports import Group, Transport
-from dlab.transports.outbox import Outbox, open_outbox
+from dlab.transports import Transport
+from dlab.transports.broadcast_queue import BroadcastQueue, open_broadcast_queue
+from dlab.transports.rendezvous import Survivors
 
 
 class VirtualClock:
@@ -46,7 +47,7 @@ class VirtualClock:
         return f"VirtualClock(seed={self.seed}, speeds={self.speeds}, jitter={self.jitter:g})"
 
 
-GRADIENT, NO_MORE, MODEL = range(3)  # kinds of letters
+GRADIENT, NO_MORE, MODEL = range(3)  # kinds of messages
 _PHASES = ("gradient", "no more gradients", "model")  # what a recorder calls them
 
 
@@ -68,19 +69,26 @@ class AsyncSGD(Strategy):
             raise ValueError(f"room={room!r}: give a whole number of gradients, 1 or more")
         self.clock, self.room = clock, room
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
-        """Open the outboxes. A letter: a gradient, how many updates of each rank its weights had, and its kind."""
-        super().begin(model, optimizer, wire)
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
+        """Open the queues. A message: a gradient, how many updates of each rank its weights had, and its kind."""
+        super().begin(model, optimizer, transport)
         self._flat = flatten_gradients(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         room = len(self._flat) + sum(buffer.numel() for buffer in self._buffers)
-        self._all, self._rank, self._size = wire, wire.rank, wire.size  # `self.wire` is of those who have settled
-        self._letter = torch.zeros(room + wire.size + 1, dtype=self._flat.dtype)
-        self._outbox: Outbox = open_outbox(wire, len(self._letter), self._letter.dtype, self.room)
-        self._writing = set(self._outbox.others)  # who still sends gradients
-        self._settled = {wire.rank}  # who has sent the last one
-        self._updates = [0] * wire.size  # made here, by whose gradient
+        self._all, self._rank, self._size = (
+            transport,
+            transport.rank,
+            transport.size,
+        )  # `self.transport` is of those who have settled
+        self._survivors = Survivors(transport)
+        self._message = torch.zeros(room + transport.size + 1, dtype=self._flat.dtype)
+        self._queue: BroadcastQueue = open_broadcast_queue(
+            transport, len(self._message), self._message.dtype, self.room
+        )
+        self._writing = set(self._queue.others)  # who still sends gradients
+        self._settled = {transport.rank}  # who has sent the last one
+        self._updates = [0] * transport.size  # made here, by whose gradient
         self._seen = list(self._updates)  # those that were in the weights of the gradient under way
         self._told: list[int] = []
         self._start_clock(0)
@@ -90,7 +98,7 @@ class AsyncSGD(Strategy):
         self._turn = turn
         if self.clock is not None:
             self._now, self._mine = 0.0, self.clock.ends(self._rank, turn)
-            self._ends = merge(*(self.clock.ends(other, turn) for other in self._outbox.others))
+            self._ends = merge(*(self.clock.ends(other, turn) for other in self._queue.others))
             self._next = next(self._ends, _NEVER)
 
     # one step
@@ -106,8 +114,8 @@ class AsyncSGD(Strategy):
 
     def step(self) -> Told:
         """Mine at once; then let the others have it."""
-        self._letter[: len(self._flat)].copy_(self._flat)
-        tell("sent", *self._parameters)
+        self._message[: len(self._flat)].copy_(self._flat)
+        trace("sent", *self._parameters)
         self._update(self._rank, self._seen)
         watch = Stopwatch()
         with watch:
@@ -118,33 +126,33 @@ class AsyncSGD(Strategy):
         return {"wait": watch.seconds, "staleness": told}
 
     def _post(self, kind: int) -> None:
-        while behind := self._outbox.behind():
+        while behind := self._queue.behind():
             if self.clock is not None or not self._take_in():  # who waits for others goes on reading
-                self._outbox.pause(behind)
-        self._letter[-1 - self._size :] = torch.tensor([*self._seen, kind])
+                self._queue.pause(behind)
+        self._message[-1 - self._size :] = torch.tensor([*self._seen, kind])
         start = time.time()
-        self._outbox.post(self._letter)
+        self._queue.post(self._message)
         self._all.label(_PHASES[kind], 0)
-        for other in self._outbox.others:
-            if other not in self._outbox.gone:
-                self._all.note(self._rank, other, self._letter.nbytes, start)
+        for other in self._queue.others:
+            if other not in self._queue.gone:
+                self._all.note(self._rank, other, self._message.nbytes, start)
 
     def _take_in(self) -> bool:
         """Apply whatever is there; was there anything?"""
         found = False
         for source in list(self._writing):
-            while source in self._writing and (letter := self._outbox.next(source)) is not None:
-                self._open(source, letter)
+            while source in self._writing and (message := self._queue.next(source)) is not None:
+                self._open(source, message)
                 found = True
         return found
 
-    def _open(self, source: int, letter: torch.Tensor) -> None:
-        *seen, kind = letter[-1 - self._size :].long().tolist()
+    def _open(self, source: int, message: torch.Tensor) -> None:
+        *seen, kind = message[-1 - self._size :].long().tolist()
         if kind == NO_MORE:
             self._writing.remove(source)
             self._settled.add(source)
         else:
-            self._flat.copy_(letter[: len(self._flat)])
+            self._flat.copy_(message[: len(self._flat)])
             self._update(source, seen)
 
     def _update(self, source: int, seen: Sequence[int]) -> None:
@@ -161,30 +169,40 @@ class AsyncSGD(Strategy):
                 self._open_or_miss(source)
 
     def _open_or_miss(self, source: int) -> None:
-        letter = self._outbox.wait(source)
-        if letter is None:
+        message = self._queue.wait(source)
+        if message is None:
             self._writing.remove(source)
         else:
-            self._open(source, letter)
+            self._open(source, message)
 
     # the end
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Since the last time that all settled."""
+        return self._survivors.has_lost_one
 
     def settle(self) -> None:
         """Apply all that is still to come. All ranks have made the same updates then, each in an order of its own.
 
-        Whoever has died before it settled is missed from here on.
+        Whoever has died before it settled is missed from here on. A death now ends what the others do on the transport.
         """
+        self.transport = self._survivors.among(self._take_in_all())
+
+    def _take_in_all(self) -> list[int]:
+        """Gives those whose last gradient has come: the same to all."""
         self._post(NO_MORE)
         if self.clock is not None:
             self._wait_for_due(_NEVER[0])
         while self._writing:
             if not self._take_in():
-                self._outbox.pause(self._writing)
+                self._queue.pause(self._writing)
                 if not self._take_in():  # what the dead have posted is read first
-                    self._writing -= self._outbox.gone
-        self.wire = Group(self._all, sorted(self._settled))
+                    self._writing -= self._queue.gone
+        settled = sorted(self._settled)
         self._writing, self._settled = self._settled - {self._rank}, {self._rank}
         self._start_clock(self._turn + 1)
+        return settled
 
     def state(self) -> dict[str, Any]:
         """This rank's own model and optimizer."""
@@ -206,23 +224,23 @@ class AsyncSGD(Strategy):
 
     def end(self) -> None:
         """Settle, then average the models of those who are there."""
-        self.settle()
+        self._take_in_all()
         own = torch.cat([each.detach().view(-1).to("cpu", self._flat.dtype) for each in self._content()])
-        self._letter[: len(own)] = own
+        self._message[: len(own)] = own
         self._post(MODEL)
         models = {self._rank: own}
-        for source in self._outbox.others:
-            letter = self._outbox.wait(source)
-            if letter is not None:
-                models[source] = letter[: len(own)].clone()
+        for source in self._queue.others:
+            message = self._queue.wait(source)
+            if message is not None:
+                models[source] = message[: len(own)].clone()
         there = sorted(models)
         mean = torch.stack([models[rank] for rank in there]).mean(0)  # in the same order everywhere: the same bits
         with torch.no_grad():
             sizes = [each.numel() for each in self._content()]
             for each, part in zip(self._content(), mean.split(sizes), strict=True):
                 each.copy_(part.view_as(each))
-        self._outbox.close()
-        self.wire = Group(self._all, there)
+        self._queue.close()
+        self.transport = self._survivors.among(there)
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -39,9 +39,9 @@ class ModelAveraging(Strategy):
             raise TypeError(f"outer={outer!r}: give a function that makes an optimizer, such as strategies.nesterov")
         self.every, self.outer = every, outer
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
         """The common model is the first one."""
-        super().begin(model, optimizer, wire)
+        super().begin(model, optimizer, transport)
         self._steps = 0
         self._common = parameters_to_vector(model.parameters()).detach()
         self._optimizer = self.outer([self._common]) if self.outer else None
@@ -64,13 +64,13 @@ class ModelAveraging(Strategy):
         for buffer in self.model.buffers():
             if buffer.is_floating_point():
                 row = buffer.detach().contiguous()
-                ring_allreduce(row, self.wire, op="mean")
+                ring_allreduce(row, self.transport, op="mean")
                 buffer.copy_(row)
         super().end()
 
     def _average(self) -> None:
         mean = parameters_to_vector(self.model.parameters()).detach()
-        ring_allreduce(mean, self.wire, op="mean")
+        ring_allreduce(mean, self.transport, op="mean")
         if self._optimizer is None:
             self._common = mean
         else:
@@ -94,8 +94,8 @@ class ModelAveraging(Strategy):
 
     def restore(self, states: list[dict[str, Any]]) -> None:
         """As it was; among another number of ranks all begin with the mean of the models."""
-        state = states[self.wire.rank % len(states)]
-        same = len(states) == self.wire.size
+        state = states[self.transport.rank % len(states)]
+        same = len(states) == self.transport.size
         self._fill(state["parameters"] if same else torch.stack([each["parameters"] for each in states]).mean(0))
         self.optimizer.load_state_dict(state["optimizer"])
         self._steps = state["steps"]

@@ -1,7 +1,7 @@
 """What all strategies have in common: they begin with equal models, and are asked after every backward pass.
 
-A strategy knows a model, an optimizer and a wire, and nothing of processes: it works in a cluster, in a rehearsal on
-threads, and under `torchrun`. Taught in `03_sync_sgd.ipynb`.
+A strategy knows a model, an optimizer and a transport, and nothing of processes: it works in a cluster, in a rehearsal
+on threads, and under `torchrun`. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Strategy:
     """How workers that each train on a part of the data come to one model.
 
     A training loop calls `begin` once; then, for every batch, `clear`, the forward and backward pass of the module
-    that `begin` gave, and `step`; and `end` after the last. Gradients are of the loss as weighted by `Dealer.weight`,
-    so that a plain mean over ranks is the mean over all samples of the global batch.
+    that `begin` gave, and `step`; and `end` after the last. Gradients are of the loss as weighted by
+    `EpochSampler.weight`, so that a plain mean over ranks is the mean over all samples of the global batch.
     """
 
     survives: bool = False  # goes on by itself when a rank has died
@@ -41,10 +41,10 @@ class Strategy:
         """Can ranks that are left begin it anew? Only if each of them holds all of the weights and the optimizer."""
         return False
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
         """Make all models equal to rank 0's, and give the module to call."""
-        self.model, self.optimizer, self.wire = model, optimizer, wire
-        spread(model, wire)
+        self.model, self.optimizer, self.transport = model, optimizer, transport
+        spread(model, transport)
         return model
 
     def clear(self) -> None:
@@ -61,10 +61,20 @@ class Strategy:
 
     def end(self) -> None:
         """After the last step, all ranks hold one model: that of rank 0, with its buffers."""
-        spread_all(self.model.buffers(), self.wire)
+        spread_all(self.model.buffers(), self.transport)
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Has one died that it takes for one of its own, and will go on without?"""
+        return False
+
+    @property
+    def has_lost_a_server(self) -> bool:
+        """Has one died that it has not yet begun anew without?"""
+        return False
 
     def reconnect(self) -> Transport:
-        """After a server was lost: wait until there is a new one. Gives a new wire, for `begin` to begin anew."""
+        """After a server was lost: wait until there is a new one. Gives a new transport, for `begin` to begin anew."""
         raise NotImplementedError
 
     def settle(self) -> None:
@@ -83,17 +93,17 @@ class Strategy:
         return f"{type(self).__name__}({shown})"
 
 
-def spread(model: nn.Module, wire: Transport) -> None:
+def spread(model: nn.Module, transport: Transport) -> None:
     """Parameters and buffers as on rank 0."""
-    spread_all([*model.parameters(), *model.buffers()], wire)
+    spread_all([*model.parameters(), *model.buffers()], transport)
 
 
-def spread_all(tensors: Iterable[torch.Tensor], wire: Transport) -> None:
+def spread_all(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
     """Tensors as on rank 0: one broadcast each."""
     with torch.no_grad():
         for tensor in tensors:
             row = tensor.detach().contiguous()
-            broadcast(row, wire)
+            broadcast(row, transport)
             tensor.copy_(row)
 
 

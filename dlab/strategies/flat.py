@@ -5,7 +5,6 @@ Taught in `03_sync_sgd.ipynb`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from dlab.models import flatten_gradients
-from dlab.processes.watching import tell
+from dlab.processes.worker.tracing import trace
 from dlab.strategies.base import Stopwatch, Strategy, Told
 from dlab.strategies.reducers import reducer_for
 from dlab.transports import Transport
@@ -27,9 +26,10 @@ class AllReduceSGD(Strategy):
     """Gradients lie one after another in one tensor, in shared memory on one host, and are averaged in buckets.
 
     A bucket holds at least `bucket_mb` megabytes. With `overlap` it is reduced as soon as its last gradient is there,
-    while the backward pass goes on; without, when the pass is over. `sharded_update=True`: each rank averages and
-    updates only its own part of the weights, which on one host live in shared memory too: the least work, for
-    optimizers that treat every weight by itself. All ranks hold the same bits.
+    and those before it are sent, while the backward pass goes on; without, when the pass is over. A parameter that
+    some ranks have not used counts as zeros there; one that no rank has used gets no gradient, as in DDP.
+    `sharded_update=True`: each rank averages and updates only its own part of the weights, which on one host live in
+    shared memory too: the least work, for optimizers that treat every weight by itself. All ranks hold the same bits.
     """
 
     def __init__(self, bucket_mb: float = 1.0, overlap: bool = True, sharded_update: bool = False) -> None:
@@ -42,17 +42,19 @@ class AllReduceSGD(Strategy):
         """Unless the optimizer's state is in parts."""
         return not self.sharded_update
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
         """Lay out the gradients, and with `sharded_update` the weights; listen to the backward pass."""
-        super().begin(model, optimizer, wire)
+        super().begin(model, optimizer, transport)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._reducer = reducer_for(wire, self._parameters[0].device)
-        self._flat = flatten_gradients(model, lambda count, dtype: self._reducer.empty(count, dtype))
+        self._reducer = reducer_for(transport, self._parameters[0].device)
+        flags = len(self._parameters)
+        self._flat = flatten_gradients(model, lambda count, dtype: self._reducer.empty(count, dtype, flags))
         views = [parameter.grad for parameter in self._parameters]
         self._places: dict[torch.Tensor, torch.Tensor] = dict(zip(self._parameters, views, strict=True))  # type: ignore[arg-type]
         self._buckets = self._fill_buckets()
         spans = self._spans()
         pieces = [(spans[bucket[-1]][0], spans[bucket[0]][1]) for bucket in self._buckets]
+        self._shards: dict[nn.Parameter, list[torch.Tensor]] = {}  # what the optimizer updates in place of each
         weights = self._share_weights(spans) if self.sharded_update else None
         self._reducer.cut(self._flat, weights, pieces, spread=not self.sharded_update)
         if weights is not None:
@@ -92,7 +94,7 @@ class AllReduceSGD(Strategy):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Nothing is complete yet."""
+        """Gradients grow, and no bucket is sent."""
         self._listening = False
         try:
             yield
@@ -106,40 +108,55 @@ class AllReduceSGD(Strategy):
             place.copy_(parameter.grad)
             parameter.grad = place
         if self._listening and self.overlap:
-            number = self._bucket_of[id(parameter)]
-            self._arrived[number] += 1
-            if self._arrived[number] == len(self._buckets[number]):
-                self._send(number)
+            self._missing[self._bucket_of[id(parameter)]] -= 1
+            while self._sent < len(self._buckets) and not self._missing[self._sent]:
+                self._send()
 
-    def _send(self, number: int) -> None:
-        tell("bucketed", *self._buckets[number])
-        tell("sent", *self._buckets[number])
-        self._sent.add(number)
-        self._reducer.ready(number)
+    def _send(self) -> None:
+        """The next bucket: all ranks send them in one order, whatever order they get complete in."""
+        bucket = self._buckets[self._sent]
+        trace("bucketed", *bucket)
+        trace("sent", *bucket)
+        self._reducer.ready(self._sent)
+        self._sent += 1
 
     def step(self) -> Told:
         """What the backward pass has not sent, then the rest of the reduction, then the update."""
-        for number in range(len(self._buckets)):
-            if number not in self._sent:  # without overlap, or with a parameter that this batch did not use
-                for parameter in self._buckets[number]:
-                    if parameter.grad is None:
-                        parameter.grad = self._places[parameter].zero_()
-                self._send(number)
+        unused = [number for number, parameter in enumerate(self._parameters) if parameter.grad is None]
+        if unused:
+            self._fill_with_zeros(unused)
+        while self._sent < len(self._buckets):  # without overlap, or with a parameter that this batch did not use
+            self._send()
         watch = Stopwatch()
         with watch:
-            self._reducer.finish()
-        tell("reduced", *self._parameters)
+            unused = self._reducer.finish()  # by all ranks
+        trace("reduced", *self._parameters)
         self._forget_round()
-        self.optimizer.step()
+        self._update(unused)
         if self.sharded_update:
-            tell("applied", *self._parameters)  # the optimizer knows only parts of them
+            trace("applied", *self._parameters)  # the optimizer knows only parts of them
             with watch:
                 self._reducer.publish()
         return {"wait": watch.seconds}
 
+    def _fill_with_zeros(self, unused: list[int]) -> None:
+        for number in unused:
+            parameter = self._parameters[number]
+            parameter.grad = self._places[parameter].zero_()
+        self._reducer.skip(unused)
+
+    def _update(self, unused: list[int]) -> None:
+        """What no rank has used has no gradient, so that neither momentum nor weight decay moves it."""
+        shards = [shard for number in unused for shard in self._shards.get(self._parameters[number], ())]
+        for each in (*(self._parameters[number] for number in unused), *shards):
+            each.grad = None
+        self.optimizer.step()
+        for shard in shards:
+            shard.grad = self._places[shard]
+
     def _forget_round(self) -> None:
-        self._arrived: Counter[int] = Counter()
-        self._sent: set[int] = set()
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._sent = 0
 
     def end(self) -> None:
         """The model is an ordinary one again."""
@@ -159,7 +176,7 @@ class AllReduceSGD(Strategy):
         for parameter, (begin, end) in spans.items():
             weights[begin:end].copy_(parameter.detach().view(-1))  # the same numbers from every rank
             parameter.data = weights[begin:end].view_as(parameter)
-        self.wire.barrier()
+        self.transport.barrier()
         return weights
 
     def _shard_optimizer(self, weights: torch.Tensor, spans: dict[nn.Parameter, tuple[int, int]]) -> None:
@@ -179,12 +196,13 @@ class AllReduceSGD(Strategy):
                 if begin < end:
                     self._stretches.append((begin, end))
                     stretch = weights[begin:end]
-                    stretch.grad = self._flat[begin:end]
+                    stretch.grad = self._places[stretch] = self._flat[begin:end]
                     yield stretch
 
         for group in self.optimizer.param_groups:
             whole = [parameter for parameter in group["params"] if parameter in spans]
-            group["params"] = [stretch for parameter in whole for stretch in stretches(parameter)]
+            self._shards |= {parameter: list(stretches(parameter)) for parameter in whole}
+            group["params"] = [stretch for parameter in whole for stretch in self._shards[parameter]]
 
     def state(self) -> dict[str, Any]:
         """With the sharded update each rank has a part of the optimizer's state, of these stretches of the weights."""

@@ -1,4 +1,4 @@
-"""How a long gradient is averaged in pieces, depending on what joins the ranks: shared memory, a backend, any wire."""
+"""How a long gradient is averaged in pieces: in shared memory, by a torch.distributed backend, over any transport."""
 
 from __future__ import annotations
 
@@ -9,57 +9,87 @@ import torch.distributed as dist
 
 from dlab.collectives import ring_allreduce
 from dlab.collectives.buckets import Buckets
-from dlab.collectives.fused import Fused
 from dlab.collectives.ops import COMBINE
 from dlab.collectives.ring import collect_chunks, pass_chunks
-from dlab.transports import Transport
+from dlab.collectives.shared_allreduce import SharedAllReduce
+from dlab.transports import Transport, share_memory
 
 Pieces = Sequence[tuple[int, int]]  # begin and end, in the order in which the backward pass fills them in
+_LINE = 64  # bytes in a cache line
 
 
 class Reducer:
-    """Over any wire: each piece goes round the ring when all are there.
+    """Over any transport: each piece goes round the ring when all are there.
 
     With `spread=False` a rank gets the mean of its own part of every piece only, updates that part of the weights, and
     `publish` brings the parts together.
+
+    In front of the gradients lies a flag for each parameter, 0 if this rank has skipped it. The flags are reduced
+    with the last piece, which is the first in memory, without a message of their own; with `spread=False`, where a
+    rank would get some of them only, by an all-reduce of a few bytes.
     """
 
-    def __init__(self, wire: Transport, device: torch.device) -> None:
-        self.wire, self.device = wire, device
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.transport, self.device = transport, device
+        self._skipped: Sequence[int] = ()
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """For the gradients; every rank must call it."""
+    def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
+        """For the gradients of so many parameters; every rank must call it."""
+        line = _LINE // dtype.itemsize
+        front = -(-parameters // line) * line
+        self._whole = torch.ones(front + count, dtype=dtype, device=self.device)
+        self._flags = self._whole[:front]
+        return self._whole[front:]
+
+    def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """For the weights; every rank must call it."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
-    common = empty  # for the weights
-
     def cut(self, flat: torch.Tensor, weights: torch.Tensor | None, pieces: Pieces, spread: bool) -> None:
-        """Once, by all ranks."""
+        """Say in which pieces the gradient will come; every rank must call it once, before the first step."""
         self.flat, self.weights, self.spread = flat, weights, spread
         self.pieces = [flat[begin:end] for begin, end in pieces]
         self.published = [weights[begin:end] for begin, end in pieces] if weights is not None else []
+        if spread:
+            front = len(self._whole) - len(flat)
+            self.pieces[-1] = self._whole[: front + pieces[-1][1]]
 
     def part(self, piece: int) -> torch.Tensor:
         """The part of a piece that this rank gets in any case."""
-        return self.pieces[piece].tensor_split(self.wire.size)[self.wire.rank]
+        return self.pieces[piece].tensor_split(self.transport.size)[self.transport.rank]
+
+    def skip(self, parameters: Sequence[int]) -> None:
+        """The batch has not used these, whose gradients are zeros; to be said before the last piece is ready."""
+        self._skipped = parameters
+        self._flags[list(parameters)] = 0
 
     def ready(self, piece: int) -> None:
-        """The backward pass has filled it in. Never waits."""
+        """The backward pass has filled it in; pieces get ready in the same order on all ranks. Never waits."""
 
-    def finish(self) -> None:
-        """The means are there."""
+    def finish(self) -> list[int]:
+        """The means are there; gives the parameters that all ranks have skipped."""
         for piece in self.pieces:
             if self.spread:
-                ring_allreduce(piece, self.wire, op="mean")
+                ring_allreduce(piece, self.transport, op="mean")
             else:
-                parts = piece.tensor_split(self.wire.size)
-                collect_chunks(parts, self.wire, COMBINE["mean"])
-                parts[self.wire.rank].div_(self.wire.size)
+                parts = piece.tensor_split(self.transport.size)
+                collect_chunks(parts, self.transport, COMBINE["mean"])
+                parts[self.transport.rank].div_(self.transport.size)
+        return self._skipped_by_all()
+
+    def _skipped_by_all(self) -> list[int]:
+        """Looks only at flags of parameters that this rank has skipped: a GPU need not be waited for otherwise."""
+        if not self.spread:
+            ring_allreduce(self._flags, self.transport)
+        found = [parameter for parameter in self._skipped if not self._flags[parameter]]
+        self._flags.fill_(1)
+        self._skipped = ()
+        return found
 
     def publish(self) -> None:
         """Every rank has updated its part of the weights: let all have all of them."""
         for piece in self.published:
-            pass_chunks(piece.tensor_split(self.wire.size), self.wire)
+            pass_chunks(piece.tensor_split(self.transport.size), self.transport)
 
 
 class BackendReducer(Reducer):
@@ -71,60 +101,78 @@ class BackendReducer(Reducer):
         self._works: list[dist.Work] = []
 
     def ready(self, piece: int) -> None:
-        """Begun at once."""
+        """Begin the all-reduce of this piece; it goes on in the background."""
         if self.spread:
             self._works.append(dist.all_reduce(self.pieces[piece], async_op=True))
 
-    def finish(self) -> None:
+    def finish(self) -> list[int]:
         """Wait for all of them."""
         if not self.spread:
-            super().finish()
-            return
+            return super().finish()
         for work in self._works:
             work.wait()
         self._works.clear()
-        self.flat /= self.wire.size
+        self.flat /= self.transport.size
+        return self._skipped_by_all()
 
 
 class SharedReducer(Reducer):
-    """Ranks on one host add up where the gradients lie; weights that all share need no publishing, only a barrier."""
+    """Ranks on one host add up where the gradients lie; weights that all share need no publishing, only a barrier.
 
-    def __init__(self, wire: Transport, device: torch.device, fused: Fused) -> None:
-        super().__init__(wire, device)
-        self._fused = fused
+    A rank that skips a parameter writes down in which round, where all can read it; nobody writes if all are used.
+    """
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def __init__(self, transport: Transport, device: torch.device, shared: SharedAllReduce) -> None:
+        super().__init__(transport, device)
+        self._shared = shared
+
+    def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
         """In a slot of memory that all ranks see."""
-        return self._fused.empty((count,), dtype)
+        memory = share_memory(self.transport, 16 * self.transport.size * max(1, parameters))
+        assert memory is not None
+        # who reads those of a round cannot be two rounds behind: even and odd rounds have each their own
+        self._rounds = torch.frombuffer(memory, dtype=torch.int64).view(2, self.transport.size, -1)
+        self._round = 1
+        self._whole = self._shared.empty((count,), dtype)
+        return self._whole
 
     def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The same memory for all."""
-        return self._fused.common(count, dtype)
+        return self._shared.common(count, dtype)
 
     def cut(self, flat: torch.Tensor, weights: torch.Tensor | None, pieces: Pieces, spread: bool) -> None:
-        """As buckets."""
+        """Make a bucket of each piece, and share the counters by which ranks tell each other that one is filled in."""
         super().cut(flat, weights, pieces, spread)
-        self._buckets = Buckets(self._fused, flat, pieces, "mean", spread)
+        self._buckets = Buckets(self._shared, flat, pieces, "mean", spread)
+
+    def skip(self, parameters: Sequence[int]) -> None:
+        """Say which parameters this rank has not used in this round."""
+        self._skipped = parameters
+        self._rounds[self._round % 2, self.transport.rank, list(parameters)] = self._round
 
     def ready(self, piece: int) -> None:
         """Adds up whatever is complete by now."""
         self._buckets.ready(piece)
 
-    def finish(self) -> None:
-        """And the rest."""
+    def finish(self) -> list[int]:
+        """Reduce the buckets that are left, and give the parameters that no rank has used."""
         self._buckets.finish()
+        skipped, self._skipped = self._skipped, ()
+        found = [each for each in skipped if (self._rounds[self._round % 2, :, each] == self._round).all()]
+        self._round += 1
+        return found
 
     def publish(self) -> None:
         """Nobody reads weights, or fills in gradients, before all are through."""
-        self._fused.table.meet()
+        self._shared.table.meet()
 
 
-def reducer_for(wire: Transport, device: torch.device) -> Reducer:
+def reducer_for(transport: Transport, device: torch.device) -> Reducer:
     """The fastest for where the ranks are. Every rank must call it."""
     if device.type == "cpu":
-        fused = Fused.connect(wire)
-        if fused is not None:
-            return SharedReducer(wire, device, fused)
-    if dist.is_initialized() and dist.get_world_size() == wire.size:
-        return BackendReducer(wire, device)
-    return Reducer(wire, device)
+        shared = SharedAllReduce.connect(transport)
+        if shared is not None:
+            return SharedReducer(transport, device, shared)
+    if dist.is_initialized() and dist.get_world_size() == transport.size:
+        return BackendReducer(transport, device)
+    return Reducer(transport, device)

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlab.collectives import all_gather
-from dlab.kvstore.codes import compression as make_compression
+from dlab.kvstore.compression import parse_compression
 from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.failover import end_together, has_lost_a_server, numbers_of, reconnect, watch_servers
 from dlab.kvstore.locked import LockedStore
-from dlab.kvstore.replacing import reconnect, watch_servers
+from dlab.kvstore.optimizers import recipe
 from dlab.kvstore.server import ROUND
-from dlab.kvstore.updates import recipe
-from dlab.models import Stretches
-from dlab.processes.inside import knob
-from dlab.processes.watching import tell
+from dlab.models import FlatBuffer
+from dlab.processes.worker.context import knob
+from dlab.processes.worker.tracing import trace
 from dlab.strategies.base import Stopwatch, Strategy, Told, spread_all
-from dlab.transports import Group, Transport
+from dlab.transports import Transport
+from dlab.transports.rendezvous import Survivors
 
 MODES = ("sync", "async", "ssp")
 _END = 1 << 40  # the clock of a worker at its n-th meeting with all others is n more
@@ -38,13 +38,14 @@ class ParameterServer(Strategy):
     that is reported with each step counts updates. In async and ssp mode the others go on without a worker that dies.
     A server that dies ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
 
-    `compression` is for what workers push, not for what they pull: "2bit", …, see `dlab.kvstore.compression`.
+    `compression` is for what workers push, not for what they pull: "2bit", …, see `dlab.kvstore.TwoBit`.
 
     `servers=0` is for async on one host: the weights lie in shared memory, and each worker updates them itself, one at
     a time, under a lock.
 
     The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
-    model reads the weights where the server has them.
+    model reads the weights where the server has them. A parameter that some workers have not used counts as zeros
+    there; one that is used by nobody whose gradients make an update is not updated, as in DDP.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ParameterServer(Strategy):
             raise ValueError(f"servers=0 leaves nobody to wait for others: use mode='async', or a server for {mode!r}")
         if not servers and compression is not None:
             raise ValueError("servers=0 sends nothing that could be compressed: leave compression out, or use a server")
-        make_compression(compression)  # to be told at once
+        parse_compression(compression)  # to be told at once
         self.mode, self.staleness, self.servers, self.compression = mode, _steps(staleness), servers, compression
         self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
 
@@ -71,17 +72,19 @@ class ParameterServer(Strategy):
         """The bound can be turned while it trains."""
         return {"staleness": _steps}
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, wire: Transport) -> nn.Module:
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
         """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""
-        self.model, self.optimizer, self.wire, self._all = model, optimizer, wire, wire
+        self.model, self.optimizer, self.transport = model, optimizer, transport
         if self.servers:
-            watch_servers(wire)
-        spread_all(model.buffers(), wire)
+            watch_servers(transport)
+        self._survivors = Survivors(transport)
+        spread_all(model.buffers(), transport)
         if len(optimizer.param_groups) > 1:
             raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._own = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
-        self._stretches = Stretches(self._parameters)
+        self._numbers = numbers_of(transport, self._own.device) if self.servers else list(range(transport.size))
+        self._buffer = FlatBuffer(self._parameters)
         self._kv = self._open_store(optimizer)
         self._pull()
         self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
@@ -89,11 +92,11 @@ class ParameterServer(Strategy):
 
     def _open_store(self, optimizer: torch.optim.Optimizer) -> DistStore | LockedStore:
         if not self.servers:
-            return LockedStore(self._own.cpu(), recipe(optimizer, rescale=1 / self.wire.size), self.wire)
-        kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", wire=self.wire)
+            return LockedStore(self._own.cpu(), recipe(optimizer, rescale=1 / self.transport.size), self.transport)
+        kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", transport=self.transport)
         kv.big = 1  # cut over all servers, however small
         kv.init("weights", self._own)
-        kv.set_optimizer(optimizer, rescale=1 / self.wire.size)
+        kv.set_optimizer(optimizer, rescale=1 / self.transport.size)
         if self.compression is not None:
             kv.set_gradient_compression(self.compression)
         return kv
@@ -101,7 +104,7 @@ class ParameterServer(Strategy):
     def _pull(self) -> None:
         """Every parameter is a stretch of the newest weights."""
         self._weights = self._kv.borrow("weights", self._own)
-        self._stretches.lie_in(self._weights)
+        self._buffer.view_in(self._weights)
 
     def clear(self) -> None:
         """New gradients are made, not added to zeros."""
@@ -122,15 +125,27 @@ class ParameterServer(Strategy):
         self._clock += 1
         watch = Stopwatch()
         with watch:
-            self._kv.push_pieces("weights", pieces, ROUND if bound == 0 else AT_ONCE)
-            tell("sent", *self._parameters)
+            self._kv.push_pieces("weights", pieces, ROUND if bound == 0 else AT_ONCE, self._left_out())
+            trace("sent", *self._parameters)
             if self.mode == "ssp" and isinstance(self._kv, DistStore):
                 self._kv.clock(self._clock, bound)
             self._pull()
-        tell("reduced", *self._parameters)
-        tell("applied", *self._parameters)
+        trace("reduced", *self._parameters)
+        trace("applied", *self._parameters)
         staleness = {"staleness": self._kv.staleness("weights")} if self.mode != "sync" else {}
         return {"wait": watch.seconds, **staleness}
+
+    def _left_out(self) -> list[tuple[int, int]]:
+        """The intervals of the weights that this batch has not used; neighbours are one."""
+        found: list[tuple[int, int]] = []
+        end = 0
+        for parameter in self._parameters:
+            begin, end = end, end + parameter.numel()
+            if parameter.grad is None:
+                if found and found[-1][1] == begin:
+                    begin, _ = found.pop()
+                found.append((begin, end))
+        return found
 
     def _bound(self) -> int | None:
         """How many steps this worker may be ahead."""
@@ -138,26 +153,30 @@ class ParameterServer(Strategy):
             return _steps(knob("staleness", self.staleness))
         return 0 if self.mode == "sync" else None
 
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Since the last time that all settled."""
+        return self.survives and self._survivors.has_lost_one
+
+    @property
+    def has_lost_a_server(self) -> bool:
+        """Has one of its servers died, as its channels tell?"""
+        return self.servers > 0 and has_lost_a_server()
+
     def reconnect(self) -> Transport:
-        """Until all servers are there, and all workers know it."""
-        return reconnect(self._all.rank, self._all.size)
+        """Until all servers are there, and all workers that live know it."""
+        return reconnect()
 
     def settle(self) -> None:
         """All that was pushed is in the weights of all. Who has died is not waited for.
 
-        A server that is lost here is lost for all: nobody goes on to save what others have not got.
+        Who dies now, and a server that is lost now, ends what the others do on the transport.
         """
         self._meetings += 1
         alive = self._kv.meet(_END + self._meetings)
-        self.wire = Group(self._all, alive) if len(alive) < self._all.size else self._all
-        lost: ConnectionError | None = None
-        try:
-            self._pull()
-            self._slots = self._kv.slots("weights") if self.wire.rank == 0 else []
-        except ConnectionError as problem:
-            lost = problem
-        if any(all_gather(torch.tensor([lost is not None], device=self._own.device), self.wire)):
-            raise lost or ConnectionError("a server has died, as another rank has found")
+        self._pull()
+        self.transport = self._survivors.among([self._numbers.index(number) for number in alive])
+        self._slots = self._kv.slots("weights") if self.transport.rank == 0 else []
 
     def state(self) -> dict[str, Any]:
         """What the servers remember, told by rank 0; and what compression has not sent yet, each rank's own."""
@@ -168,17 +187,20 @@ class ParameterServer(Strategy):
 
     def restore(self, states: list[dict[str, Any]]) -> None:
         """The model has its weights again: let the servers have them, too. New ranks have nothing unsent."""
-        if self.wire.rank == 0:
+        if self.transport.rank == 0:
             self._kv.restore("weights", self._weights.clone(), states[0]["slots"])
-        if len(states) == self.wire.size and isinstance(self._kv, DistStore):
-            for part, residual in enumerate(states[self.wire.rank]["residuals"]):
+        if len(states) == self.transport.size and isinstance(self._kv, DistStore):
+            for part, residual in enumerate(states[self.transport.rank]["residuals"]):
                 self._kv.set_residual("weights", residual, part)
         self._kv.barrier()
         self._pull()
 
     def end(self) -> None:
-        """All have the same weights, and the model is an ordinary one again."""
-        self.settle()
+        """All have the same weights, and the model is an ordinary one again. The servers may go then."""
+        if self.servers:
+            end_together(self._survivors.first, self.settle)
+        else:
+            self.settle()
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
             parameter.grad = None

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from dlab.collectives.ring import pass_chunks, ring_allreduce
 from dlab.data.batches import Samples, take
 from dlab.data.table import Bars, Table
+from dlab.processes.parent.waiting import uninterrupted
 from dlab.transports.base import Transport
-from dlab.transports.threads import Hall, ThreadTransport
+from dlab.transports.threads import ThreadTransport, ThreadWorld
 
 if TYPE_CHECKING:  # imported when something is drawn
     from matplotlib.figure import Figure
@@ -71,9 +72,10 @@ class Evaluation:
 
     def figure(self) -> Figure:
         """The confusion matrix with its counts, coloured by the share of each true label's samples."""
-        from matplotlib.colors import PowerNorm
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        with uninterrupted():
+            from matplotlib.colors import PowerNorm
+            from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
 
         counts, classes = self.confusion.numpy(), len(self.confusion)
         shares = counts / counts.sum(1, keepdims=True).clip(min=1)
@@ -142,11 +144,11 @@ class _ClassTable(Table):
 def evaluate(
     model: nn.Module,
     data: Samples,
-    wire: Transport | None = None,
+    transport: Transport | None = None,
     batch_size: int = 1000,
     device: torch.device | str | None = None,
 ) -> Evaluation:
-    """Evaluate a model on (input, label) samples; with a wire, every rank does a part and all get the same result.
+    """Evaluate a model on (input, label) samples; with a transport, every rank does a part and all get the same result.
 
     Every rank must call it, with the same model and the same data. Rank r scores part r of `tensor_split`, so the work
     is divided by the n ranks. Then each sends 2(n-1)/n of the counts (8 bytes for each pair of classes), and, since an
@@ -166,14 +168,14 @@ def evaluate(
         raise ValueError("there is nothing to evaluate: the data are empty")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: a batch needs at least one sample")
-    wire = wire or ThreadTransport(Hall(1), 0)  # one rank alone
-    positions = torch.arange(len(data)).tensor_split(wire.size)[wire.rank]
-    with _evaluation_mode(model, wire):
+    transport = transport or ThreadTransport(ThreadWorld(1), 0)  # one rank alone
+    positions = torch.arange(len(data)).tensor_split(transport.size)[transport.rank]
+    with _evaluation_mode(model, transport):
         scores, labels = _score(model, data, positions, batch_size, device or _device(model))
-        all_scores, all_labels = gather_rows(scores, len(data), wire), gather_rows(labels, len(data), wire)
+        all_scores, all_labels = gather_rows(scores, len(data), transport), gather_rows(labels, len(data), transport)
     _check_labels(all_labels, classes=scores.shape[1])  # all of them on every rank, so that all raise alike
     confusion = count_pairs(labels, scores.argmax(1), classes=scores.shape[1])
-    ring_allreduce(confusion, wire)
+    ring_allreduce(confusion, transport)
 
     all_scores, all_labels = all_scores.cpu().double(), all_labels.cpu()
     losses = F.cross_entropy(all_scores, all_labels, reduction="none")
@@ -211,20 +213,20 @@ def average_precision(scores: Tensor, hits: Tensor) -> float:
     return _total(gained * precision)
 
 
-def gather_rows(mine: Tensor, count: int, wire: Transport) -> Tensor:
+def gather_rows(mine: Tensor, count: int, transport: Transport) -> Tensor:
     """Everyone gets all `count` rows, of which rank r has part r of `tensor_split`; (n-1)/n of them sent per rank.
 
     They arrive where they belong, so nothing is joined afterwards.
     """
     rows = mine.new_empty(count, *mine.shape[1:])
-    parts = rows.tensor_split(wire.size)
-    parts[wire.rank].copy_(mine)
-    pass_chunks(parts, wire)
+    parts = rows.tensor_split(transport.size)
+    parts[transport.rank].copy_(mine)
+    pass_chunks(parts, transport)
     return rows
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module, wire: Transport) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module, transport: Transport) -> Iterator[None]:
     """Without dropout and with fixed batch norms; afterwards every module is as it was.
 
     The ranks of a rehearsal share one model: none may change it before all have noted how it was, and none may change
@@ -232,7 +234,7 @@ def _evaluation_mode(model: nn.Module, wire: Transport) -> Iterator[None]:
     """
     before = [(module, module.training) for module in model.modules()]
     try:
-        wire.barrier()
+        transport.barrier()
         model.eval()
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import nn
 from dlab.data import mnist
 from dlab.data.batches import Samples
 from dlab.kvstore.serving import share_out
-from dlab.processes.inside import device, log, servers, transport
+from dlab.processes.worker import context
+from dlab.processes.worker.context import device, log, servers
 from dlab.strategies import Strategy, SyncSGD
 from dlab.training.checkpoints import open_checkpoint
 from dlab.training.checks import check_model, check_momentum, check_rate, check_samples
 from dlab.training.evaluation import Evaluation
+from dlab.training.saving import Folder
 from dlab.transports import Transport
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +29,7 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 @dataclass
-class Share:
+class RankResult:
     """What one rank brings home."""
 
     losses: list[float]  # of each step, the mean over its own samples
@@ -38,7 +41,7 @@ class Share:
 
 @dataclass(kw_only=True)
 class Training:
-    """A training that can be run: call it in every worker of a cluster, or with a wire in a rehearsal.
+    """A training that can be run: call it in every worker of a cluster, or with a transport in a rehearsal.
 
     `dlab.train` starts one; `dlab.race({"sync": dlab.Training(…), …})` lets several compete. See `dlab.train` for
     what the fields mean.
@@ -64,6 +67,7 @@ class Training:
     checkpoint: str | Path | None = None
     every: int | None = None
     resume: str | Path | None = None
+    overwrite: bool = False
     elastic: bool = False
 
     def __post_init__(self) -> None:
@@ -85,27 +89,36 @@ class Training:
             raise ValueError(
                 f"elastic=True is for SyncSGD and AllReduceSGD without sharded_update; this strategy {more}"
             )
+        if self.overwrite and self.checkpoint is None:
+            raise ValueError("overwrite=True removes the checkpoints in a folder: say which, too, by checkpoint=folder")
         if self.resume is not None:
             open_checkpoint(self.resume)  # to be told at once
+        if self.checkpoint is not None:
+            Folder(self.checkpoint).check(self.resume, self.overwrite)
         for name, data in (("data", self.data), ("test", self.test)):
             if isinstance(data, str) and data != "mnist":
                 raise ValueError(f"there is no data set {data!r}: use 'mnist', or give a Dataset")
             if not isinstance(data, str) and not (name == "test" and (data is None or isinstance(data, bool))):
                 check_samples(data, name)
 
-    def __call__(self, wire: Transport | None = None, tell: Callable[..., None] | None = None) -> Share | None:
-        """What a rank does. Without a wire: over the one of this worker, and telling the notebook.
+    def __call__(
+        self, transport: Transport | None = None, tell: Callable[..., None] | None = None
+    ) -> RankResult | None:
+        """What a rank does. Without a transport: over the one of this worker, and telling the notebook.
 
         A strategy that needs servers has those of the cluster; where nobody has started any, as in a rehearsal or
         under torchrun, the last ranks serve the others, and return nothing.
         """
-        from dlab.training.loop import Trainee  # which knows this class
+        from dlab.training.loop import Trainer  # which knows this class
 
-        where, tell = (transport(), tell or log) if wire is None else (wire, tell or _say_nothing)
-        here = device() if wire is None else torch.device("cpu")
-        if not self.servers or servers() is not None:
-            return Trainee(self, where, here, tell).run()
-        return share_out(where, self.servers, lambda workers: Trainee(self, workers, here, tell).run())
+        where, tell = (context.transport(), tell or log) if transport is None else (transport, tell or _say_nothing)
+        here = device() if transport is None else torch.device("cpu")
+
+        def work(workers: Transport) -> RankResult:
+            with nullcontext() if self.checkpoint is None else Folder(self.checkpoint) as folder:
+                return Trainer(self, workers, here, tell, folder).run()
+
+        return work(where) if not self.servers or servers() is not None else share_out(where, self.servers, work)
 
     @property
     def checks(self) -> dict[str, Callable[[Any], object]]:
@@ -124,7 +137,7 @@ class Training:
 
     @property
     def servers(self) -> int:
-        """How many it needs."""
+        """How many servers the strategy needs."""
         return self.strategy.servers
 
     def load(self) -> Samples:
@@ -144,7 +157,18 @@ class Training:
         if self.optimizer is not None:
             return self.optimizer(parameters)
         # fused: one pass over the weights instead of three
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=True)
+        optimizer = torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=True)
+        if self.momentum:
+            optimizer.register_step_pre_hook(_begin_momentum)
+        return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """With zeros: PyTorch's fused SGD fails if a layer is first used when others have their momentum already."""
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if each.grad is not None and not optimizer.state[each]:
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each.grad)
 
 
 def _say_nothing(**_: Any) -> None:

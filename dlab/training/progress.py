@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from dlab import models, strategies
-from dlab.processes.cluster import Cluster
-from dlab.processes.inside import rank, world_size
-from dlab.processes.run import Run
-from dlab.training.plan import Share, Training
+from dlab.processes.parent.cluster import Cluster
+from dlab.processes.parent.run import Run
+from dlab.processes.worker.context import rank, world_size
+from dlab.training.plan import RankResult, Training
 from dlab.training.running import collect
+from dlab.training.saving import Folder
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "simple_cnn": models.SimpleCNN,
+    "small_cnn": models.SmallCNN,
     "mlp": models.MLP,
     "two_layer": models.TwoLayer,
 }
@@ -51,6 +53,8 @@ def train_in_terminal(model: str, strategy: str, workers: int, **options: Any) -
 def _train_in_cluster(training: Training, workers: int) -> None:
     from rich.console import Console
 
+    if training.checkpoint is not None:
+        Folder(training.checkpoint).check_free()
     console, begun = Console(), time.monotonic()
     servers = f" and {training.servers} of a server" if training.servers else ""
     console.print(f"starting {workers} worker processes{servers} …")
@@ -63,7 +67,7 @@ def _train_in_cluster(training: Training, workers: int) -> None:
 
 def _train_as_rank(training: Training) -> None:
     """Every rank trains; the first one tells."""
-    import dlab.processes.compiler  # noqa: F401  (stands in for torch's own, which takes 1.5 s to import)
+    import dlab.processes.worker.compiler  # noqa: F401  (stands in for torch's own, which takes 1.5 s to import)
 
     begun, told = time.monotonic(), 0.0
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -77,22 +81,22 @@ def _train_as_rank(training: Training) -> None:
             print(f"step {data['step']}, epoch {data['epoch']}: loss {data['loss']:.3f}", flush=True)
 
     try:
-        share = training(tell=tell)
-        shares: list[Share | None] = [None] * world_size()
-        dist.gather_object(share, shares if rank() == 0 else None)
+        result = training(tell=tell)
+        results: list[RankResult | None] = [None] * world_size()
+        dist.gather_object(result, results if rank() == 0 else None)
         if rank() == 0:
-            print(_tell(training, shares, time.monotonic() - begun), flush=True)
+            print(_tell(training, results, time.monotonic() - begun), flush=True)
     finally:
         dist.destroy_process_group()
 
 
-def _tell(training: Training, shares: list[Share | None], seconds: float) -> str:
-    result = collect(training, shares)
+def _tell(training: Training, results: list[RankResult | None], seconds: float) -> str:
+    result = collect(training, results)
     if result is None:
         return "stopped before the end"
     accuracy = f"; test accuracy {result.accuracy:.2%}" if result.accuracy is not None else ""
     same = "equal to the last bit" if result.identical else "NOT equal"
-    ranks = sum(share is not None for share in shares)
+    ranks = sum(result is not None for result in results)
     return (
         f"{training.strategy} on {ranks} ranks: {len(result.losses)} steps in {seconds:.1f} s, "
         f"last loss {result.losses[-1]:.4f}{accuracy}; the models of all ranks are {same}"

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlab.data.batches import Samples
-from dlab.processes.cluster import Cluster, cluster
-from dlab.processes.run import Run
+from dlab.processes.parent.cluster import Cluster, cluster
+from dlab.processes.parent.run import Run
 from dlab.strategies import Strategy, SyncSGD
 from dlab.training.evaluation import Evaluation
-from dlab.training.plan import Loss, MakeOptimizer, Share, Training
+from dlab.training.plan import Loss, MakeOptimizer, RankResult, Training
+from dlab.training.saving import Folder
 
 
 @dataclass
@@ -59,6 +60,7 @@ def train(
     checkpoint: str | Path | None = None,
     every: int | None = None,
     resume: str | Path | None = None,
+    overwrite: bool = False,
     elastic: bool = False,
     on: Cluster | None = None,
 ) -> Run:
@@ -74,8 +76,11 @@ def train(
     so that the number of workers does not change the result. `test`: a Dataset to test on; MNIST's own for "mnist",
     unless False. `accumulate`: compute each worker's batch in so many pieces. `amp`: autocast to bfloat16. `watch`:
     stream gradient norms every so many steps. `checkpoint`: a folder to save to, `every` so many steps, or after each
-    epoch; `resume`: such a folder, to go on from its newest, also with another number of workers. `elastic`: when a
-    worker dies, the others go on from the same weights. `on`: a cluster of your own, not the kernel's shared one.
+    epoch; the last two are kept. `resume`: such a folder, to go on from its newest, or one of the checkpoints in it,
+    also with another number of workers. The folder of one training is refused to another, unless `overwrite=True`
+    removes what is there; who resumes an older checkpoint and saves to the same folder leaves the later ones behind:
+    they are removed when the next one is saved. `elastic`: when a worker dies, the others go on from the same weights.
+    `on`: a cluster of your own, not the kernel's shared one.
 
     While it trains, `run.set("lr", 0.01)` turns the learning rate.
     """
@@ -99,15 +104,18 @@ def train(
         every=every,
         elastic=elastic,
         resume=None if resume is None else Path(resume).absolute(),
+        overwrite=overwrite,
     )
+    if training.checkpoint is not None:
+        Folder(training.checkpoint).check_free()
     on = on or cluster(workers, training.servers)
     return on.start(training).then(partial(collect, training))
 
 
-def collect(training: Training, shares: list[Share | None]) -> Result | None:
+def collect(training: Training, results: list[RankResult | None]) -> Result | None:
     """One result of all ranks'; None if the run was stopped before the end."""
-    there = [share for share in shares if share is not None]
-    bringer = next((share for share in there if share.weights is not None), None)
+    there = [result for result in results if result is not None]
+    bringer = next((result for result in there if result.weights is not None), None)
     if bringer is None or bringer.weights is None:
         return None
     with torch.random.fork_rng():  # making a model is none of the notebook's random numbers
@@ -115,7 +123,7 @@ def collect(training: Training, shares: list[Share | None]) -> Result | None:
     model.load_state_dict(bringer.weights)
     losses = []
     for step in range(len(bringer.losses)):
-        counts = [share.counts[step] for share in there]
-        total = sum(share.losses[step] * n for share, n in zip(there, counts, strict=True))
+        counts = [result.counts[step] for result in there]
+        total = sum(result.losses[step] * n for result, n in zip(there, counts, strict=True) if n)
         losses.append(total / sum(counts) if any(counts) else float("nan"))  # if only the dead knew it
-    return Result(model, losses, bringer.evaluation, len({share.digest for share in there}) == 1)
+    return Result(model, losses, bringer.evaluation, len({result.digest for result in there}) == 1)

@@ -1,4 +1,4 @@
-"""What a collective needs of a wire: send, receive, both at once, and a barrier.
+"""What a collective needs of a transport: send, receive, both at once, and a barrier.
 
 A collective is written once on this protocol. Threads of one process, shared memory, gloo and NCCL
 carry it.
@@ -7,13 +7,15 @@ carry it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from dlab.transports.patience import Peers
+from dlab.memory.backoff import Peers
 
-Parcel = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
+TensorAndRank = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
+T = TypeVar("T")
 
 
 class Transport(ABC):
@@ -26,6 +28,19 @@ class Transport(ABC):
     rank: int
     size: int
     peers: Peers | None = None  # who is at the other ends, where that is known
+    processes: bool = True  # are ranks processes? Threads of one process share all their memory anyway
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of the world that take part here: member r is rank r of this transport."""
+        return range(self.size)
+
+    def once(self, make: Callable[[Transport], T]) -> T:
+        """What `make(transport)` gives, made once for this transport."""
+        kept: dict[Any, Any] = self.__dict__.setdefault("_kept", {})
+        if make not in kept:
+            kept[make] = make(self)
+        return kept[make]
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Send a tensor's content to a rank."""
@@ -44,7 +59,7 @@ class Transport(ABC):
         self.move((outgoing, destination), (incoming, source))
 
     @abstractmethod
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """The one thing that a transport must be able to do: get both through, at the same time."""
 
     def barrier(self) -> None:
@@ -82,16 +97,23 @@ class Group(Transport):
             raise ValueError(f"rank {transport.rank} is not in the group {list(members)}: only members may take part")
         self._transport, self._members = transport, list(members)
         self.rank, self.size = self._members.index(transport.rank), len(self._members)
+        self.processes = transport.processes
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    @property
+    def members(self) -> Sequence[int]:
+        """Also of a group within a group."""
+        world = self._transport.members
+        return [world[member] for member in self._members]
+
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """With the members' own ranks."""
         self._transport.move(self._address(outgoing), self._address(incoming))
 
-    def _address(self, parcel: Parcel | None) -> Parcel | None:
-        return None if parcel is None else (parcel[0], self._members[parcel[1]])
+    def _address(self, message: TensorAndRank | None) -> TensorAndRank | None:
+        return None if message is None else (message[0], self._members[message[1]])
 
     def label(self, phase: str, step: int) -> None:
-        """Passed on."""
+        """Name the phase of the messages to come on the transport beneath."""
         self._transport.label(phase, step)
 
     def note(self, source: int, destination: int, nbytes: int, start: float) -> None:

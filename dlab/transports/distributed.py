@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions hold the process group that they find at import, for ever: let it be none
 
-from dlab.transports.base import Parcel, Transport
+from dlab.memory.waits import waiting
+from dlab.transports.base import TensorAndRank, Transport
 from dlab.transports.checked import compare, header
-from dlab.transports.waiting import waiting
 
 
 class TorchTransport(Transport):
@@ -21,16 +21,18 @@ class TorchTransport(Transport):
     is smaller. So a small message goes first that says what comes: twice the latency, the same bytes.
     """
 
-    _members: Sequence[int] = ()  # their ranks among all, where these are other ones
-
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if group is not None:
-            self._members = dist.get_process_group_ranks(group)
+        self._members = range(self.size) if group is None else dist.get_process_group_ranks(group)
         self._device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of the process group."""
+        return self._members
+
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """First the announcements, then the tensors."""
         announcement = None if outgoing is None else (self._announcement(outgoing[0]), outgoing[1])
         announced = None if incoming is None else (self._announcement(incoming[0]), incoming[1])
@@ -43,7 +45,7 @@ class TorchTransport(Transport):
     def _announcement(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor(header(tensor), dtype=torch.int64, device=self._device)
 
-    def _both(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def _both(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         if outgoing is not None and not outgoing[0].numel():
             outgoing = None
         if incoming is not None and not incoming[0].numel():
@@ -59,24 +61,24 @@ class TorchTransport(Transport):
             doing += [f"receive from rank {incoming[1]}"] if incoming else []
             raise ConnectionError(f"rank {self.rank} could not {' and '.join(doing)}: {problem}") from None
 
-    def _waiting(self, outgoing: Parcel | None, incoming: Parcel | None) -> AbstractContextManager[None]:
+    def _waiting(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> AbstractContextManager[None]:
         """To receive, if that is to be done, else to send; by the ranks of all."""
-        parcel, what = (incoming, "to receive from {}") if incoming else (outgoing, "to send to {}")
-        assert parcel is not None
-        return waiting(what, [self._members[parcel[1]] if self._members else parcel[1]])
+        message, what = (incoming, "to receive from {}") if incoming else (outgoing, "to send to {}")
+        assert message is not None
+        return waiting(what, [self._members[message[1]]])
 
-    def _begin(self, outgoing: Parcel | None, incoming: Parcel | None) -> list[dist.Work]:
+    def _begin(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> list[dist.Work]:
         """Both at once, as NCCL wants it."""
         operations = [
-            dist.P2POp(operation, parcel[0], group=self._group, group_peer=parcel[1])
-            for operation, parcel in ((dist.isend, outgoing), (dist.irecv, incoming))
-            if parcel is not None
+            dist.P2POp(operation, message[0], group=self._group, group_peer=message[1])
+            for operation, message in ((dist.isend, outgoing), (dist.irecv, incoming))
+            if message is not None
         ]
         return dist.batch_isend_irecv(operations)
 
 
-def for_cpu(wire: Transport) -> Transport:
-    """A wire between the same ranks that carries tensors on the CPU, which NCCL does not. Every rank must call it."""
+def for_cpu(transport: Transport) -> Transport:
+    """A transport between the same ranks for tensors on the CPU, which NCCL does not carry. Every rank must call it."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return TorchTransport(dist.new_group(backend="gloo"))
-    return wire
+    return transport

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from dlab.transports.base import Parcel, Transport
+from dlab.transports.base import TensorAndRank, Transport
 
 READ = 1 << 12  # numbers; of more, the smallest and the largest are not told: to look for them would take too long
 
@@ -24,9 +24,15 @@ class Recorder(Transport):
 
     def __init__(self, transport: Transport, emit: Callable[[str, dict[str, Any]], object]) -> None:
         self.rank, self.size, self.peers = transport.rank, transport.size, transport.peers
+        self.processes = transport.processes
         self._transport, self._emit = transport, emit
         self._phase, self._step = "", 0
         self._round, self._labels = 0, set[tuple[str, int]]()
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Those of the transport that it records."""
+        return self._transport.members
 
     def label(self, phase: str, step: int) -> None:
         """The next messages belong to this step of this phase; when a label comes again, a new round has begun.
@@ -39,7 +45,7 @@ class Recorder(Transport):
             self._labels.clear()
         self._labels.add((phase, step))
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """Move both, and tell of what went out; of what came in its sender tells."""
         content = {} if outgoing is None else describe_content(outgoing[0])  # as it is sent; it may change afterwards
         start = time.time()

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from dlab.transports.base import Parcel, Transport
+from dlab.memory.backoff import Backoff, Peers
+from dlab.transports.base import TensorAndRank, Transport
 from dlab.transports.checked import compare, header
 from dlab.transports.distributed import TorchTransport
-from dlab.transports.patience import Patience, Peers
 
 RING = 1 << 20  # bytes that fit into a ring; larger messages flow through, in few pieces, for each costs a wait
 _LINE = 64  # head and tail on a cache line each
@@ -79,7 +79,7 @@ class SharedTransport(Transport):
         self.outgoing = {other: ring(rank, other) for other in others}
         self.incoming = {other: ring(other, rank) for other in others}
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """A piece out, a piece in, until both are through."""
         to_send: list[memoryview] = []
         to_fill: list[memoryview] = []
@@ -89,7 +89,7 @@ class SharedTransport(Transport):
         if incoming is not None:
             to_fill = [memoryview(announced), bytes_of(incoming[0])]
 
-        wait: Patience | None = None
+        wait: Backoff | None = None
         while to_send or to_fill:
             moved = 0
             if to_send and outgoing is not None:
@@ -103,10 +103,10 @@ class SharedTransport(Transport):
             if moved:
                 wait = None
             else:
-                wait = wait or self._patience(outgoing if to_send else None, incoming if to_fill else None)
+                wait = wait or self._backoff(outgoing if to_send else None, incoming if to_fill else None)
                 wait()
 
-    def _patience(self, outgoing: Parcel | None, incoming: Parcel | None) -> Patience:
+    def _backoff(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> Backoff:
         """To wait for the one that we receive from, else for the one that we send to."""
 
         def whom() -> tuple[list[int], str]:
@@ -115,50 +115,50 @@ class SharedTransport(Transport):
             assert outgoing is not None
             return [outgoing[1]], "to send to {}"
 
-        return Patience(self.peers, self.timeout, whom)
+        return Backoff(self.peers, self.timeout, whom)
 
 
-def connect(wire: Transport | None = None, timeout: float = 600.0) -> Transport:
-    """Shared memory between the ranks that `wire` joins, or `wire` itself if they are not on one host.
+def connect(transport: Transport | None = None, timeout: float = 600.0) -> Transport:
+    """Shared memory between the ranks that `transport` joins, or `transport` itself if they are not on one host.
 
-    Every rank must call it; without a wire, the default process group of torch.distributed joins them.
+    Every rank must call it; without a transport, the default process group of torch.distributed joins them.
     """
-    wire = wire or TorchTransport()
-    memory = share_memory(wire, _front(wire.size) + wire.size**2 * _RING_BYTES)
-    return wire if memory is None else SharedTransport(memory, wire.rank, wire.size, timeout)
+    transport = transport or TorchTransport()
+    memory = share_memory(transport, _front(transport.size) + transport.size**2 * _RING_BYTES)
+    return transport if memory is None else SharedTransport(memory, transport.rank, transport.size, timeout)
 
 
-def share_memory(wire: Transport, nbytes: int) -> memoryview | None:
+def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
     """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot.
 
     Every rank must call it. It has no name on disk and goes with the last process that holds it.
     """
-    letter, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+    message, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1
-    if wire.rank == 0:
+    if transport.rank == 0:
         file = os.memfd_create("dlab-shared")
         os.truncate(file, nbytes)
         address = f"{_host()} /proc/{os.getpid()}/fd/{file}".encode()
-        letter[: len(address)] = torch.tensor(list(address), dtype=torch.uint8)
-        others = range(1, wire.size)
+        message[: len(address)] = torch.tensor(list(address), dtype=torch.uint8)
+        others = range(1, transport.size)
         for other in others:
-            wire.send(letter, other)
+            transport.send(message, other)
         for other in others:  # nobody keeps what somebody cannot open
             answer = torch.empty_like(yes)
-            wire.recv(answer, other)
+            transport.recv(answer, other)
             yes &= answer
         for other in others:
-            wire.send(yes, other)
+            transport.send(yes, other)
     else:
-        wire.recv(letter, 0)
-        host, _, place = bytes(letter.tolist()).rstrip(b"\0").decode().partition(" ")
+        transport.recv(message, 0)
+        host, _, place = bytes(message.tolist()).rstrip(b"\0").decode().partition(" ")
         if host == _host():
             try:
                 file = os.open(place, os.O_RDWR)
             except OSError:  # a container may hide one process's files from another
                 pass
-        wire.send(torch.full_like(yes, file >= 0), 0)
-        wire.recv(yes, 0)
+        transport.send(torch.full_like(yes, file >= 0), 0)
+        transport.recv(yes, 0)
     try:
         return memoryview(mmap.mmap(file, nbytes)) if yes else None
     finally:

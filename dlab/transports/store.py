@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from dlab.transports.base import Parcel, Transport
+from dlab.memory.waits import waiting
+from dlab.transports.base import TensorAndRank, Transport
 from dlab.transports.checked import compare, header
-from dlab.transports.waiting import waiting
+
+_NAP = 0.01  # seconds
 
 
 class StoreTransport(Transport):
-    """A key per message. `send` never waits; `recv` waits as long as the store does."""
+    """A key per message. `send` never waits; `recv` waits as long as the store does, or until `check` raises."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, check: Callable[[], object] | None = None) -> None:
+        self._store, self.rank, self.size, self._check = store, rank, size, check
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """Two headers and the bytes, as text, under a key that both ends count up."""
         if outgoing is not None:
             tensor, destination = outgoing
@@ -32,6 +36,9 @@ class StoreTransport(Transport):
             tensor, source = incoming
             key = f"{source}-{self.rank}-{self._received[source]}"
             with waiting("to be connected with the others"):
+                while self._check is not None and not self._store.check([key]):
+                    self._check()
+                    time.sleep(_NAP)
                 found = self._store.get(key)
             count, dtype, *content = map(int, found.decode().split(","))
             self._received[source] += 1

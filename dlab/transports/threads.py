@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlab.transports.base import Parcel, Transport, describe, mismatch
+from dlab.transports.base import TensorAndRank, Transport, describe, mismatch
 
 Wait = tuple[int, str, int]  # (1, "receive from", 2)
 
@@ -22,17 +22,17 @@ class Aborted(BaseException):
 
 
 @dataclass(eq=False)
-class _Letter:
+class _Message:
     """A message under way: it is delivered when the receiver has copied it."""
 
     tensor: torch.Tensor
     delivered: bool = False
 
 
-class Hall:
-    """Where the threads of one rehearsal meet: letters under way, and who waits for whom.
+class ThreadWorld:
+    """Where the threads of one rehearsal meet: messages under way, and who waits for whom.
 
-    `send` waits until its letter is delivered, as large messages do everywhere: an algorithm that would only work
+    `send` waits until its message is delivered, as large messages do everywhere: an algorithm that would only work
     because small messages are buffered deadlocks here, and the chain says why.
     """
 
@@ -40,20 +40,20 @@ class Hall:
         self.size = size
         self.changed = threading.Condition()
         self.broken: BaseException | None = None
-        self._letters: dict[tuple[int, int], deque[_Letter]] = {}
+        self._messages: dict[tuple[int, int], deque[_Message]] = {}
         self._wants: dict[int, int] = {}  # rank: from whom it waits to receive
-        self._offers: dict[int, tuple[int, _Letter]] = {}  # rank: to whom it waits to deliver, and what
+        self._offers: dict[int, tuple[int, _Message]] = {}  # rank: to whom it waits to deliver, and what
         self._returned: set[int] = set()
         self._failed: set[int] = set()
 
-    def post(self, letter: _Letter, source: int, destination: int) -> None:
-        """Put a letter into the box between two ranks."""
-        self._letters.setdefault((source, destination), deque()).append(letter)
+    def post(self, message: _Message, source: int, destination: int) -> None:
+        """Put a message into the box between two ranks."""
+        self._messages.setdefault((source, destination), deque()).append(message)
         self.changed.notify_all()
 
-    def take(self, source: int, destination: int) -> _Letter | None:
-        """The next letter for `destination`, if there is one."""
-        box = self._letters.get((source, destination))
+    def take(self, source: int, destination: int) -> _Message | None:
+        """The next message for `destination`, if there is one."""
+        box = self._messages.get((source, destination))
         return box.popleft() if box else None
 
     def leave(self, rank: int) -> None:
@@ -75,12 +75,12 @@ class Hall:
                 self.broken = problem
             self.changed.notify_all()
 
-    def wait(self, rank: int, source: int | None, letter: tuple[int, _Letter] | None) -> None:
+    def wait(self, rank: int, source: int | None, message: tuple[int, _Message] | None) -> None:
         """Sleep until something has changed, unless that cannot help any more. The lock is held."""
         if source is not None:
             self._wants[rank] = source
-        if letter is not None:
-            self._offers[rank] = letter
+        if message is not None:
+            self._offers[rank] = message
         try:
             self._check(rank)
             if isinstance(self.broken, Deadlock):
@@ -113,7 +113,7 @@ class Hall:
         """Whom a rank waits for in earnest: not one whose answer is there and only has not been noticed yet."""
         waits = []
         source = self._wants.get(rank)
-        if source is not None and not self._letters.get((source, rank)):
+        if source is not None and not self._messages.get((source, rank)):
             waits.append((source, "receive from"))
         offer = self._offers.get(rank)
         if offer is not None and not offer[1].delivered:
@@ -132,30 +132,32 @@ def _tell(path: list[Wait], returned: set[int]) -> str:
 
 
 class ThreadTransport(Transport):
-    """One rank's end of a hall."""
+    """One rank's end of a world."""
 
-    def __init__(self, hall: Hall, rank: int) -> None:
-        self._hall, self.rank, self.size = hall, rank, hall.size
+    processes = False
 
-    def move(self, outgoing: Parcel | None, incoming: Parcel | None) -> None:
-        """Put a letter out, and wait until it is taken and the one that we want has come."""
-        hall, letter = self._hall, None
-        with hall.changed:
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world, self.rank, self.size = world, rank, world.size
+
+    def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
+        """Put a message out, and wait until it is taken and the one that we want has come."""
+        world, message = self._world, None
+        with world.changed:
             if outgoing is not None:
-                letter = _Letter(outgoing[0])
-                hall.post(letter, self.rank, outgoing[1])
+                message = _Message(outgoing[0])
+                world.post(message, self.rank, outgoing[1])
             while True:
-                if incoming is not None and (found := hall.take(incoming[1], self.rank)):
+                if incoming is not None and (found := world.take(incoming[1], self.rank)):
                     self._open(found, *incoming)
                     incoming = None
-                waits_to_send = (outgoing[1], letter) if outgoing and letter and not letter.delivered else None
+                waits_to_send = (outgoing[1], message) if outgoing and message and not message.delivered else None
                 if incoming is None and waits_to_send is None:
                     return
-                hall.wait(self.rank, incoming[1] if incoming else None, waits_to_send)
+                world.wait(self.rank, incoming[1] if incoming else None, waits_to_send)
 
-    def _open(self, letter: _Letter, tensor: torch.Tensor, source: int) -> None:
-        if (letter.tensor.numel(), letter.tensor.dtype) != (tensor.numel(), tensor.dtype):
-            raise mismatch(source, describe(letter.tensor), self.rank, describe(tensor))
-        tensor.view(-1).copy_(letter.tensor.view(-1))
-        letter.delivered = True
-        self._hall.changed.notify_all()
+    def _open(self, message: _Message, tensor: torch.Tensor, source: int) -> None:
+        if (message.tensor.numel(), message.tensor.dtype) != (tensor.numel(), tensor.dtype):
+            raise mismatch(source, describe(message.tensor), self.rank, describe(tensor))
+        tensor.view(-1).copy_(message.tensor.view(-1))
+        message.delivered = True
+        self._world.changed.notify_all()

@@ -3,7 +3,7 @@
 from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
-from dlab.views.shards import ShardTable, shard_events
+from dlab.views.shards import ShardView, shard_events
 from dlab.views.source import show_source
 from dlab.views.staleness import Staleness
 from dlab.views.throughput import Throughput
@@ -13,7 +13,7 @@ __all__ = [
     "GradientFlow",
     "LossCurves",
     "Messages",
-    "ShardTable",
+    "ShardView",
     "Staleness",
     "Throughput",
     "Timeline",

@@ -6,6 +6,7 @@ event; a vector operation costs nanoseconds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from operator import itemgetter
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from dlab.events import Event, Records
+from dlab.views.usable import LARGEST, LIMITS, WHOLE, Unusable, number, reason, text, usable, usable_data, whole_number
 
-NAMES = ("step", "loss", "samples", "compute", "wait", "delay")  # of what is logged, those that a view draws
+NAMES = tuple(LIMITS)  # of what is logged, those that a view draws
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -30,14 +32,23 @@ class Arrivals:
         self.others: list[Event] = []  # all that were not logged, in their order
         self._firsts: list[float] = []  # when the first one of each piece was told
         self._told: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}  # by rank: when, and what
-        self._take_events(list(events))
+        self.left_out = Counter[tuple[str, str]]()  # by what a view reads (a name or a kind; "" is all), and why
+        self._take_events(events)
         for each in records:
             self._take_records(each)
         self.logged = {rank: Logged.of(times, data) for rank, (times, data) in self._told.items()}
+        for logged in self.logged.values():
+            self.left_out.update(logged.left_out)
 
-    def _take_events(self, events: list[Event]) -> None:
-        self._firsts += [event.time for event in events[:1]]
-        for event in events:
+    def _take_events(self, events: Iterable[Event]) -> None:
+        for each in events:
+            try:
+                event = usable(each)
+            except Unusable as problem:
+                self.left_out[problem.what, problem.why] += 1
+                continue
+            if not self._firsts:
+                self._firsts.append(event.time)
             if event.kind == "log":
                 self._log(event.rank, [event.time], [event.data])
             else:
@@ -52,8 +63,11 @@ class Arrivals:
             if kind == "log":
                 times.append(moment)
                 logged.append(data)
-            else:
-                self.others.append(Event(moment, records.rank, kind, data))
+                continue
+            try:
+                self.others.append(Event(moment, records.rank, kind, usable_data(kind, data)))
+            except Unusable as problem:
+                self.left_out[problem.what, problem.why] += 1
         if logged:
             self._log(records.rank, times, logged)
 
@@ -89,33 +103,66 @@ class Logged:
     array([2.301, 2.254, 2.187])
     """
 
-    def __init__(
-        self, times: Column, numbers: np.ndarray, told: np.ndarray, step: Any, staleness: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, times: Column, numbers: np.ndarray, told: np.ndarray) -> None:
         self.times = times
         self._numbers, self._told = numbers, told  # a row per name; nobody may have told what is in its column
-        self.step = step  # the last one, as it was told
-        self.staleness = staleness  # of the updates of all steps, one after another
+        self.step: int | float | str | None = None  # the last one, as it was told
+        self.staleness: Sequence[int] = ()  # of the updates of all steps, one after another
+        self.left_out = Counter[tuple[str, str]]()  # by name and why: what was told and cannot be drawn
 
     @classmethod
     def of(cls, times: Sequence[float], data: Sequence[dict[str, Any]]) -> Logged:
         """From what was given to `log`."""
         numbers = np.full((len(NAMES), len(data)), np.nan)
         told = np.zeros(numbers.shape, dtype=np.bool_)
+        logged = cls(np.array(times, dtype=np.float64), numbers, told)
         names = set[str]().union(*data)
         for row, name in enumerate(NAMES):
-            if name not in names:
-                continue
-            try:
-                numbers[row] = np.fromiter(map(itemgetter(name), data), np.float64, len(data))
-                told[row] = True
-            except (KeyError, TypeError, ValueError):  # not all tell it, or not as a number
-                values = [each.get(name) for each in data]
-                told[row] = [isinstance(value, int | float) for value in values]
-                numbers[row, told[row]] = [value for value in values if isinstance(value, int | float)]
-        step = next((each["step"] for each in reversed(data) if "step" in each), None)
-        staleness = chain.from_iterable(each.get("staleness", ()) for each in data) if "staleness" in names else ()
-        return cls(np.array(times), numbers, told, step, list(staleness))
+            if name in names:
+                logged._read(row, name, data)
+        if "step" in names:
+            logged.step = next((step for each in reversed(data) if (step := _step(each)) is not None), None)
+        if "staleness" in names:
+            logged._read_staleness(data)
+        return logged
+
+    def _read(self, row: int, name: str, data: Sequence[dict[str, Any]]) -> None:
+        """The column with this name."""
+        try:
+            values = list(map(itemgetter(name), data))
+            self._told[row] = there = set(map(type, values)) <= {int, float, bool}
+            if there:
+                self._numbers[row] = values
+        except (KeyError, OverflowError):  # not all tell it, or not as a number that a float can hold
+            there = False
+        if not there:
+            found = [number(each.get(name)) for each in data]
+            self._told[row] = [value is not None for value in found]
+            self._numbers[row] = [np.nan if value is None else value for value in found]
+        column, (low, high) = self._numbers[row], LIMITS[name]
+        if name == "loss":
+            column[np.abs(column) > LARGEST] *= np.inf
+        else:
+            self._told[row] &= (low <= column) & (column <= high)
+        if left := sum(name in each for each in data) - int(self._told[row].sum()) if not self._told[row].all() else 0:
+            self.left_out[name, reason(name, "number")] += left
+
+    def _read_staleness(self, data: Sequence[dict[str, Any]]) -> None:
+        """A list of whole numbers, or only one."""
+        told = [each["staleness"] for each in data if "staleness" in each]
+        if set(map(type, told)) == {list}:
+            values = list(chain.from_iterable(told))
+            if set(map(type, values)) <= {int} and min(values, default=0) >= 0 and max(values, default=0) < WHOLE:
+                self.staleness = values
+                return
+        fine = []
+        for each in told:
+            found = [whole_number(value) for value in (each if isinstance(each, list) else [each])]
+            if None in found:
+                self.left_out["staleness", reason("staleness", "whole number from 0 on")] += 1
+            else:
+                fine += found
+        self.staleness = fine  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.times)
@@ -123,7 +170,7 @@ class Logged:
     def having(self, *names: str) -> Logged:
         """Those in which at least one of these was told."""
         told = self._told[[NAMES.index(name) for name in names]].any(axis=0)
-        return self if told.all() else Logged(self.times[told], self._numbers[:, told], self._told[:, told], self.step)
+        return self if told.all() else Logged(self.times[told], self._numbers[:, told], self._told[:, told])
 
     def column(self, name: str, default: float | Column = np.nan) -> Column:
         """The numbers with this name, and the default where none was told."""
@@ -131,10 +178,16 @@ class Logged:
         return np.where(self._told[row], self._numbers[row], default)
 
 
-class Table:
+def _step(data: dict[str, Any]) -> int | float | str | None:
+    """As it was told, if it can be shown."""
+    step = data.get("step")
+    return step if type(step) is int and abs(step) <= WHOLE else step if type(step) is float else text(step)
+
+
+class GrowingTable:
     """Rows of numbers, to which more are added at the end; reading them copies nothing.
 
-    >>> table = Table(2)
+    >>> table = GrowingTable(2)
     >>> table.extend(times, losses)
     >>> table.rows[-1]
     array([3.5, 2.187])

@@ -12,7 +12,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from dlab.views.inputs import Do, Factors, Field, Steps, Switch, control, is_number, number
+from dlab.views.inputs import Do, Field, LinearScale, LogScale, Switch, control, is_number, number
 
 _ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 12px", "overflow": "visible"}
 _OVER = {"returned", "stopped", "failed", "dead"}  # states of a rank that runs no more
@@ -36,7 +36,7 @@ class RunControls:
             do,
             lambda seconds: run.delay(self._rank, seconds),
             lambda typed: number(typed, lambda: ValueError(f"{typed!r} is no delay: give seconds, such as 0.1")),
-            scale=Steps(0, 20, LONGEST_DELAY / 20),
+            scale=LinearScale(0, 20, LONGEST_DELAY / 20),
             tooltip="so long this rank sleeps in each step",
         )
         self._knobs: dict[str, Field | Switch] = {}
@@ -137,7 +137,7 @@ class RaceControls(RunControls):
             lambda factor: self.run.scale(name, factor, to=list(defaults)),
             read,
             lambda factor: f"×{factor:.12g}",
-            Factors(1.0),
+            LogScale(1.0),
             tooltip="multiplies what each run has",
         )
         self._values[name] = widgets.Label()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlab.events import Event
-from dlab.views.columns import Arrivals, Column, Table
-from dlab.views.still import COLOURS, View, places_of
+from dlab.views.base import COLOURS, View, places_of
+from dlab.views.columns import Arrivals, Column, GrowingTable
+from dlab.views.usable import text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 30  # characters of a curve in the terminal
@@ -19,6 +22,8 @@ _SMOOTH = 10  # steps to either side in the running mean that is drawn over the 
 _POINTS = 600  # of a curve that go to the browser; a screen has no more columns for it
 _NAMED = 8  # ranks with a name in the legend; more of them have no room, and no colours of their own
 _EXPLODED, _TOP = 8.0, 2.5  # so many times the first loss: then the picture is cut, at so many times the first
+_TOLD = 2  # sentences of losses that are not finite; a third says how many more there are
+_CHARACTERS = 90  # of a note in a line
 
 Curve = Column  # a row per point: step, loss, seconds since the first event of its run
 
@@ -34,13 +39,15 @@ class LossCurves(View):
     """
 
     script, title, awaited = "curves", "Loss", True
+    reads = ("loss",)
 
     def __init__(self, events: Iterable[Event] | Mapping[str, Iterable[Event]] = (), by: str = "step") -> None:
         if by not in ("step", "time"):
             raise ValueError(f"by={by!r}: loss curves are drawn by 'step' or by 'time'")
         self.by = by
-        self._curves: dict[str, dict[int, Table]] = {}  # by name of the run and rank
+        self._curves: dict[str, dict[int, GrowingTable]] = {}  # by name of the run and rank
         self._begun: dict[str, float] = {}
+        self.left_out = Counter[str]()
         if isinstance(events, Mapping):
             for name, of_run in events.items():
                 self.add(of_run, name)
@@ -49,13 +56,14 @@ class LossCurves(View):
 
     def add(self, events: Iterable[Event] | Arrivals, run: str = "") -> None:
         """Take in more events, of the run with this name if there are several."""
-        arrived, ranks = Arrivals.of(events), self._curves.setdefault(run, {})
+        run = text(str(run)) or ""
+        arrived, ranks = self.take(events), self._curves.setdefault(run, {})
         if not arrived:
             return
         begun = self._begun.setdefault(run, arrived.first)
         for rank, logged in arrived.logged.items():
             if points := logged.having("loss"):
-                curve = ranks.setdefault(rank, Table(3))
+                curve = ranks.setdefault(rank, GrowingTable(3))
                 counted = np.arange(len(curve), len(curve) + len(points), dtype=np.float64)  # if no step is told
                 seconds = np.maximum(0.0, points.times - begun)
                 curve.extend(points.column("step", counted), points.column("loss"), seconds)
@@ -99,20 +107,44 @@ class LossCurves(View):
         exploded = any(len(losses) and losses.max() > _EXPLODED * first for losses in finite)
         return _TOP * first if exploded and first > 0 else None
 
-    def lost(self) -> dict[int, tuple[str, Column]]:
-        """By number of the line, where it leaves the picture, and how: `▲` above its top, `✕` no longer finite."""
-        groups = [list(ranks.values()) for ranks in self.runs.values() if ranks]
-        if len(self.runs) == 1:
-            groups = [[curve] for _, curve in sorted(self.losses.items())]
-        top, found = self.top() or np.inf, {}
-        for number, curves in enumerate(groups):
-            ends = []
+    def _lowest(self) -> float:
+        losses = [curve[np.isfinite(curve[:, 1]), 1] for ranks in self.runs.values() for curve in ranks.values()]
+        return min((float(each.min()) for each in losses if len(each)), default=0.0)
+
+    def lost(self) -> dict[int, list[tuple[str, Column]]]:
+        """By number of the line, where it leaves the picture, and how: `▲` above its top, `✕` no longer finite.
+
+        A cross is as high as the last finite loss of its curve.
+        """
+        top, found = self.top() or np.inf, dict[int, list[tuple[str, Column]]]()
+        for number, (_, curves) in enumerate(self._groups()):
+            marks: dict[str, list[Column]] = {"▲": [], "✕": []}
             for curve in curves:
-                outside = np.flatnonzero(~(curve[:, 1] <= top) | ~np.isfinite(curve[:, 1]))
-                ends += [curve[outside[0]]] if len(outside) else []
-            if ends:
-                end = min(ends, key=lambda point: point[2])
-                found[number] = ("▲" if np.isfinite(end[1]) else "✕", end)
+                finite = np.isfinite(curve[:, 1])
+                marks["▲"] += list(curve[finite & (curve[:, 1] > top)][:1])
+                for first in np.flatnonzero(~finite)[:1]:
+                    step, _, time = curve[first]
+                    marks["✕"].append(np.array([step, curve[first - 1, 1] if first else np.inf, time]))
+            firsts = [(sign, min(ends, key=lambda end: end[2])) for sign, ends in marks.items() if ends]
+            if firsts:
+                found[number] = firsts
+        return found
+
+    def _groups(self) -> list[tuple[str, list[Curve]]]:
+        """For each line but the mean of a single run: whose it is, and the curves of which it is made."""
+        if len(self.runs) > 1:
+            return [(name, list(ranks.values())) for name, ranks in self.runs.items() if ranks]
+        return [(f"rank {rank}", [curve]) for rank, curve in sorted(self.losses.items())]
+
+    def broken(self) -> dict[tuple[str, float], list[str]]:
+        """Whose losses are not finite: by what they are (`not a number`, `infinite`) and since which step."""
+        found: dict[tuple[str, float], list[str]] = {}
+        for name, curves in self._groups():
+            firsts = [curve[~np.isfinite(curve[:, 1])][0] for curve in curves if not np.isfinite(curve[:, 1]).all()]
+            if firsts:
+                step, loss, _ = min(firsts, key=lambda point: point[2])
+                what = "not a number" if np.isnan(loss) else "infinite" if loss > 0 else "minus infinity"
+                found.setdefault((what, float(step)), []).append(name)
         return found
 
     def note(self) -> str:
@@ -122,10 +154,15 @@ class LossCurves(View):
         if self.top() is not None:
             highest = max(float(losses.max()) for c in curves if len(losses := c[np.isfinite(c[:, 1]), 1]))
             words.append(f"▲ up to {highest:.2g}")
-        broken = [curve[~np.isfinite(curve[:, 1]), 0] for curve in curves]
-        if firsts := [steps[0] for steps in broken if len(steps)]:
-            words.append(f"✕ not finite from step {min(firsts):g}")
-        return ", ".join(words)
+        broken = [
+            f"the loss of {_some(names, len(self._groups()))} is {what} since step {_number(step)}"
+            for (what, step), names in self.broken().items()
+        ]
+        if len(broken) > _TOLD:
+            broken[_TOLD:] = [f"and {len(broken) - _TOLD} more"]
+        if broken:
+            words.append(f"✕ {', '.join(broken)}: is the learning rate too large?")
+        return "; ".join(words)
 
     def figure(self) -> Figure:
         """Each rank's own loss, faint, and its running mean, strong: after an all-reduce only the batches differ."""
@@ -144,8 +181,8 @@ class LossCurves(View):
             axes.plot(
                 x, _running_mean(losses, top), color=colour, linewidth=1 if crowd and place >= 0 else 1.8, label=label
             )
-            if number in lost:
-                sign, end = lost[number]
+            axes.update_datalim(np.stack([x, x], axis=1), updatey=False)  # also where nothing can be drawn
+            for sign, end in lost.get(number, ()):
                 look: dict[str, Any] = {
                     "color": colour,
                     "markersize": 9,
@@ -153,11 +190,15 @@ class LossCurves(View):
                     "clip_on": False,
                     "zorder": 5,
                 }
-                axes.plot(end[column], 1, "^" if sign == "▲" else "X", transform=axes.get_xaxis_transform(), **look)
+                if sign == "✕" and end[1] <= top and np.isfinite(end[1]):
+                    axes.plot(end[column], end[1], "X", **look)
+                else:
+                    mark = "^" if sign == "▲" else "X"
+                    axes.plot(end[column], 1, mark, transform=axes.get_xaxis_transform(), **look)
         if not self.empty:
             axes.legend(ncols=2, frameon=False)
-            axes.set_ylim(bottom=0, top=self.top())
-            axes.set_title(self.note(), fontsize=10, loc="right")
+            axes.set_ylim(bottom=min(0.0, self._lowest()), top=self.top())
+            axes.set_title(fill(self.note(), _CHARACTERS), fontsize=10, loc="right")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         return figure
@@ -173,14 +214,14 @@ class LossCurves(View):
         for number, ((name, by_step), (_, by_time)) in enumerate(zip(lines, self.lines(every, "time"), strict=True)):
             mean = several or colours[number] < 0
             curve: dict[str, Any] = {"name": name, "colour": colours[number], "strong": mean or alone}
-            if number in lost:
-                sign, (step, _, time) = lost[number]
-                curve["lost"] = {"sign": sign, "step": step, "time": time}
+            curve["lost"] = [
+                {"sign": sign, "step": step, "loss": loss, "time": time}
+                for sign, (step, loss, time) in lost.get(number, ())
+            ]
             curves.append(curve | _columns(by_step) | ({"timely": _columns(by_time)} if mean else {}))
         return {"curves": curves, "by": self.by, "top": self.top(), "note": self.note(), "named": _NAMED}
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Loss curves: no rank has logged a loss yet."
@@ -188,11 +229,12 @@ class LossCurves(View):
         last = {name: [curve[-1, 1] for curve in ranks.values()] for name, ranks in runs.items() if ranks}
         if len(runs) == 1:
             last = {f"rank {rank}": [curve[-1, 1]] for rank, curve in sorted(self.losses.items())}
-        ends = ", ".join(f"{name} {sum(losses) / len(losses):.2f}" for name, losses in list(last.items())[:8])
+        ends = ", ".join(f"{name} {_short(sum(losses) / len(losses), 2)}" for name, losses in list(last.items())[:8])
         count = f"{len(runs)} runs" if len(runs) > 1 else f"{len(self.losses)} ranks"
         return f"Loss by {self.by} of {count}; the last losses are {ends}." + f" {self.note()}." * bool(self.note())
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no rank has logged a loss yet"
         width = max(len(name) for name, _ in self.lines()) + 2
@@ -211,7 +253,8 @@ def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
         there = curve[places[places < len(curve)]]
         steps, losses, times = means[: len(there)].T
         steps[:] = np.where(count[: len(there)] == 0, there[:, 0], steps)
-        losses += there[:, 1]
+        with np.errstate(invalid="ignore"):  # inf - inf
+            losses += there[:, 1]
         times[:] = np.maximum(times, there[:, 2])
         count[: len(there)] += 1
     means[:, 1] /= count
@@ -223,7 +266,8 @@ def _merge(ranks: Mapping[int, Curve], every: int) -> Curve:
     rows = np.concatenate([curve[_places(len(curve), every)] for curve in ranks.values()] or [np.zeros((0, 3))])
     rows = rows[np.argsort(rows[:, 2], kind="stable")]
     starts = np.arange(0, len(rows), len(ranks) or 1)
-    return np.add.reduceat(rows, starts) / np.diff(np.append(starts, len(rows)))[:, None] if len(rows) else rows
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return np.add.reduceat(rows, starts) / np.diff(np.append(starts, len(rows)))[:, None] if len(rows) else rows
 
 
 def _columns(curve: Curve) -> dict[str, Column]:
@@ -252,8 +296,20 @@ def _running_mean(values: Column, top: float = np.inf) -> Column:
     return np.where(calm, totals / np.maximum(counts, 1), values)
 
 
-def _short(loss: float) -> str:
-    return f"{loss:.3f}" if abs(loss) < 1e5 else f"{loss:.3g}"
+def _short(loss: float, digits: int = 3) -> str:
+    return f"{loss:.{digits}f}" if abs(loss) < 1e5 else f"{loss:.3g}"
+
+
+def _number(step: float) -> str:
+    """`12`, `2.5`: with all digits."""
+    return str(int(step)) if step.is_integer() else str(step)
+
+
+def _some(names: list[str], of: int) -> str:
+    """`rank 2`, `rank 0 and rank 2`, `every rank`, or how many if there is no room for their names."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{len(names)} of {of}" if len(names) < of else f"all {of}"
 
 
 def _spark(curve: Curve) -> str:

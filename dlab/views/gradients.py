@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dlab.events import Event
+from dlab.views.base import View
 from dlab.views.columns import Arrivals
-from dlab.views.still import View
+from dlab.views.usable import LARGEST
 
 # what is told of a gradient, in this order, with a colour and a mark
 STAGES = {
@@ -31,7 +32,7 @@ _COLUMNS = 8  # ranks in the terminal
 _VALUES = 40_000  # norms and moments that go to the browser with a frame …
 _MOST, _LEAST = 120, 20  # … of at most, and at least, so many steps
 
-Table = np.ndarray[Any, np.dtype[np.floating[Any]]]
+GrowingTable = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class GradientFlow(View):
@@ -50,6 +51,7 @@ class GradientFlow(View):
     """
 
     script, title = "gradients", "Gradient flow"
+    reads = ("gradients", "gradient")
 
     def __init__(self, events: Iterable[Event] = (), layer: str | None = None, step: int | None = None) -> None:
         self.layers: list[str] = []  # in the order of the model
@@ -60,8 +62,8 @@ class GradientFlow(View):
         self._latest: dict[int, tuple[int, dict[str, float]]] = {}  # by rank: its last step, and the norms
         self._moments: dict[tuple[int, str], dict[int, dict[str, float]]] = {}  # of a (step, layer), by rank and stage
         self._starts: dict[int, float] = {}  # when the first gradient of a step was computed
-        self._blocks: dict[int, Table] = {}  # by step: what `_block` has put together
-        self.add(events)
+        self._blocks: dict[int, GrowingTable] = {}  # by step: what `_block` has put together
+        super().__init__(events)
         if self.layers and layer is not None and layer not in self.layers:
             raise ValueError(f"there is no layer {layer!r}: the watched ones are {', '.join(self.layers)}")
         if self.norms and step is not None and step not in self.norms:
@@ -69,7 +71,7 @@ class GradientFlow(View):
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events."""
-        if not (arrived := Arrivals.of(events)):
+        if not (arrived := self.take(events)):
             return
         if self._begun is None:
             self._begun = arrived.first
@@ -91,7 +93,7 @@ class GradientFlow(View):
     @property
     def empty(self) -> bool:
         """Was no model watched?"""
-        return not self.norms
+        return not self.layers
 
     @property
     def ranks(self) -> list[int]:
@@ -116,21 +118,21 @@ class GradientFlow(View):
             for rank, stages in sorted(moments.items())
         }
 
-    def table(self) -> Table:
+    def table(self) -> GrowingTable:
         """The latest norms, a row per layer and a column per rank: nan where there is none, inf where it is broken."""
         norms = [self._latest[rank][1] for rank in self.ranks]
         return np.array([[_readable(each.get(layer)) for each in norms] for layer in self.layers], dtype=np.float32)
 
-    def history(self, steps: list[int]) -> Table:
+    def history(self, steps: list[int]) -> GrowingTable:
         """The norms in these steps: step x layer x rank."""
         return self._stack(steps)[..., 0].astype(np.float32)
 
-    def _stack(self, steps: list[int]) -> Table:
+    def _stack(self, steps: list[int]) -> GrowingTable:
         """Step x layer x rank x (the norm, then the second of each stage)."""
         shape = (len(self.layers), len(self.ranks), 1 + len(STAGES))
         return np.stack([self._block(step, shape) for step in steps]) if steps else np.empty((0, *shape))
 
-    def _block(self, step: int, shape: tuple[int, ...]) -> Table:
+    def _block(self, step: int, shape: tuple[int, ...]) -> GrowingTable:
         """Of one step; made again only if something has come that belongs to it."""
         block = self._blocks.get(step)
         if block is None or block.shape != shape:
@@ -196,7 +198,7 @@ class GradientFlow(View):
                 continue
             low, high = float(np.nanmin(history)), float(np.nanmax(history))
 
-            def place(values: Table, row: int = row, low: float = low, high: float = high) -> Table:
+            def place(values: GrowingTable, row: int = row, low: float = low, high: float = high) -> GrowingTable:
                 return row + 0.38 - 0.76 * np.log(values / low) / (np.log(high / low) or 1.0)
 
             x, seen = np.array(steps)[told], history[told]
@@ -259,8 +261,7 @@ class GradientFlow(View):
         steps = sorted(self.norms)
         return sorted({*steps[:: len(steps) // most + 1], *steps[-1:], *({self.step} & self.norms.keys())})
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Gradient flow: no model is watched yet."
@@ -282,7 +283,8 @@ class GradientFlow(View):
             words.append(f"That of {self.layer} in step {self.step} was {', '.join(stages)} within {took:.1f} ms.")
         return " ".join(words)
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no model is watched yet: call dlab.watch(model) in the workers"
         width, last = max(map(len, ["layer", *self.layers])), max(step for step, _ in self._latest.values())
@@ -306,10 +308,10 @@ def _readable(norm: float | None) -> float:
     """A norm as a table holds it: nan where there is none, so inf for all that is not a finite number."""
     if norm is None:
         return nan
-    return norm if isfinite(norm) else inf
+    return norm if abs(norm) <= LARGEST else inf
 
 
-def _limits(norms: Table) -> tuple[float, float]:
+def _limits(norms: GrowingTable) -> tuple[float, float]:
     """The ends of the colour scale: at least a factor of ten, so that equal norms do not look different."""
     good = norms[np.isfinite(norms) & (norms > 0)]
     low, high = (float(good.min()), float(good.max())) if good.size else (0.1, 1.0)

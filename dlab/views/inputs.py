@@ -39,7 +39,7 @@ class Input:
         return self._asked != self._done
 
     def show(self, value: Any) -> None:
-        """Without a wish."""
+        """Show a value that somebody else has set; nothing is written back."""
         if value != self._shown:
             self._shown = value  # first: the widget tells of its change at once
             self.widget.value = value
@@ -68,22 +68,22 @@ class Scale(Protocol):
     def position(self, value: Any) -> int: ...
 
 
-class Steps:
+class LinearScale:
     """Evenly spaced, in steps of one size."""
 
     def __init__(self, low: int, high: int, size: float = 1) -> None:
         self.low, self.high, self._size = low, high, size
 
     def value(self, position: int) -> Any:
-        """As many steps."""
+        """The value after so many steps from the lowest."""
         return position if self._size == 1 else _short(position * self._size)
 
     def position(self, value: Any) -> int:
-        """The nearest."""
+        """The step that is nearest to a value."""
         return round(max(self.low, min(self.high, value / self._size)))
 
 
-class Factors:
+class LogScale:
     """From a hundredth to a hundred times a value, which itself, to the last bit, is in the middle."""
 
     low, high = -20, 20
@@ -97,7 +97,7 @@ class Factors:
         return _short(self._middle * _TENTHS[tenth] * 10.0**tens) if position else self._middle
 
     def position(self, value: Any) -> int:
-        """The nearest."""
+        """The step that is nearest to a value."""
         ratio = value / self._middle
         return round(max(self.low, min(self.high, 10 * math.log10(ratio)))) if ratio > 0 else self.low
 
@@ -156,7 +156,7 @@ class Switch:
         self._input = Input(self.widget, do, write)
 
     def show(self, value: Any) -> None:
-        """What it is now."""
+        """Show the value as it is now; nothing is written back."""
         if not self._input.busy:
             self._input.show(bool(value))
 
@@ -189,10 +189,10 @@ def control(name: str, value: Any, do: Do, write: Write) -> Field | Switch:
     if isinstance(value, bool):
         return Switch(name, do, write)
     if isinstance(value, int):
-        steps = Steps(min(0, 4 * value), max(10, 4 * value)) if abs(value) <= 10_000 else None
+        steps = LinearScale(min(0, 4 * value), max(10, 4 * value)) if abs(value) <= 10_000 else None
         return Field(name, do, write, read_whole, scale=steps)
     if isinstance(value, float):
-        factors = Factors(value) if 1e-100 < abs(value) < 1e100 else None
+        factors = LogScale(value) if 1e-100 < abs(value) < 1e100 else None
         return Field(name, do, write, read_number, scale=factors)
     if isinstance(value, str):
         return Field(name, do, write, str, tell=str)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from dlab.views.columns import Column, Logged, Table
+from dlab.views.columns import Column, GrowingTable, Logged
 
 FEW = 5  # the last steps, from which it is told who is slow and who waits
 MARKED = 1 / 90  # of what is shown: steps that take longer are told apart by a line between them
@@ -35,7 +35,7 @@ class Lane:
     """What is known of one rank. Times are in seconds since the first event."""
 
     def __init__(self) -> None:
-        self._steps, self._messages = Table(4), Table(3)
+        self._steps, self._messages = GrowingTable(4), GrowingTable(3)
         self.states: list[State] = []
 
     def add_steps(self, logged: Logged, begun: float) -> None:

@@ -17,9 +17,9 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.path import Path
 
 from dlab.events import Event
+from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 from dlab.views.steps import Step, Steps, Titled, find_chunks
-from dlab.views.still import COLOURS, View
 
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
 _SENT, _MOST = 200, 3000  # steps, and messages, that go to the browser: the last ones
@@ -56,6 +56,7 @@ class Messages(View):
     """
 
     script, title = "messages", "Messages"
+    reads = ("message", "state")
 
     def __init__(self, events: Iterable[Event] = (), cost: Formula | None = None) -> None:
         self.cost = cost
@@ -68,7 +69,7 @@ class Messages(View):
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events, each rank's own in their order; a few microseconds per message."""
-        for event in Arrivals.of(events).others:
+        for event in self.take(events).others:
             if event.kind == "state" and "name" in event.data:
                 self._names[event.rank] = event.data["name"]
             if event.kind != "message":
@@ -164,8 +165,7 @@ class Messages(View):
             "formula": self.cost and {name: getattr(self.cost, name) for name in _COUNTED},
         }
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the strip shows."""
         if self.empty:
             return "Messages: none were recorded."
@@ -212,7 +212,8 @@ class Messages(View):
             return f"{comma.join(arrows)}{gap}{sizes[0]}" + (" each" if len(arrows) > 1 else "")
         return comma.join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True))
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no messages were recorded"
         shown = [titled.step for titled in self._steps.first(_SHOWN)]

@@ -18,19 +18,19 @@ import ipywidgets as widgets
 from IPython.display import DisplayHandle
 
 from dlab.events import Event, Records
+from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.controls import RaceControls, RunControls, close_all
 from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
-from dlab.views.page import Part, frame
+from dlab.views.page import PagePart, frame
 from dlab.views.ranks import Ranks
-from dlab.views.screen import Screen
-from dlab.views.shards import ShardTable
+from dlab.views.shards import ShardView
 from dlab.views.staleness import Staleness
-from dlab.views.still import View
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
+from dlab.views.widget import Screen
 
 PERIOD = 0.1  # seconds between two frames
 # of a core for taking in and drawing, which workers on all cores would miss: what took long delays the next frame …
@@ -74,7 +74,7 @@ class Panel:
     def __init__(self, run: Watched) -> None:
         self.run: Any = run
         timeline = Timeline()
-        others = (Staleness(), GradientFlow(), Messages(), ShardTable())
+        others = (Staleness(), GradientFlow(), Messages(), ShardView())
         self.views: list[View] = [Ranks(timeline=timeline), LossCurves(), Throughput(), timeline, *others]
         self.knobs: dict[str, Any] = {}  # that the run has declared, with their defaults
         self._seen = self._states = 0
@@ -93,18 +93,18 @@ class Panel:
 
     @property
     def shown(self) -> list[View]:
-        """Views that have something to show."""
-        return [view for view in self.views if not view.empty]
+        """Views that have something to show or to say."""
+        return [view for view in self.views if not view.empty or view.left_out]
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PagePart]:
         """What the browser draws."""
         return [part for view in self.shown for part in view.parts]
 
     @property
-    def live_parts(self) -> list[Part]:
+    def live_parts(self) -> list[PagePart]:
         """The same while it goes on: views that nearly every run fills keep their place until their events come."""
-        return [part for view in self.views if view.awaited or not view.empty for part in view.parts]
+        return [part for view in self.views if view.awaited or view in self.shown for part in view.parts]
 
     @property
     def title(self) -> str:
@@ -140,7 +140,7 @@ class RacePanel(Panel):
         self.take_in()
 
     def take_in(self) -> None:
-        """By run."""
+        """Give each run's views the events that have arrived."""
         for name, run in list(self.run.runs.items()):
             records, self._read[name] = run.since(self._read.get(name, 0))
             arrived = Arrivals(records=records)
@@ -151,7 +151,8 @@ class RacePanel(Panel):
 
 def _declared(arrived: Arrivals) -> list[tuple[str, Any]]:
     """Knobs, with their defaults."""
-    return [(event.data["name"], event.data["default"]) for event in arrived.others if event.kind == "knob"]
+    told = [event.data for event in arrived.others if event.kind == "knob"]
+    return [(data["name"], data["default"]) for data in told if "name" in data and "default" in data]
 
 
 def show_live(run: Watched) -> threading.Thread | None:

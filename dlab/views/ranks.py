@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from dlab.events import Event
+from dlab.views.base import View
 from dlab.views.columns import Arrivals
-from dlab.views.still import View
 from dlab.views.timeline import Timeline
 
 # how a state looks: its colour, and a sign for those who do not see colours
@@ -26,8 +26,9 @@ LOOKS = {
     "failed": ("#D55E00", "✗"),
     "dead": ("#D55E00", "✗"),
 }
+_UNKNOWN = ("#8a8a8a", "?")
 _COLUMN = 8  # ranks below each other; more of them stand in three columns
-_LETTERS, _SHORT = 88, 26  # in a line, and in one of three columns
+_CHARACTERS, _SHORT = 88, 26  # in a line, and in one of three columns
 
 
 _ON = {"running", "delayed", "paused"}  # states of a rank that has not ended
@@ -42,10 +43,11 @@ class Ranks(View):
     """
 
     script, title, awaited = "ranks", "Workers", True
+    reads = ("state", "hang")
 
     def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
-        self._steps: dict[int, int] = {}
+        self._steps: dict[int, int | float | str] = {}
         self._hangs: dict[int, str] = {}  # what each rank waits for, in words, while none gets on
         self._why = ""  # that does not end
         self._timeline = timeline or Timeline()
@@ -54,7 +56,7 @@ class Ranks(View):
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """The last state and the last step of each rank are what counts."""
-        arrived = Arrivals.of(events)
+        arrived = self.take(events)
         if not self._shares_it:
             self._timeline.add(arrived)
         self._states.update({event.rank: event.data for event in arrived.others if event.kind == "state"})
@@ -83,7 +85,7 @@ class Ranks(View):
         """`rank 2`, or what its states say that it is."""
         return self._states[rank].get("name", f"rank {rank}")
 
-    def rows(self) -> list[tuple[int, str, str, int | None]]:
+    def rows(self) -> list[tuple[int, str, str, int | float | str | None]]:
         """Rank, state, the state in words, and the last step, for each rank."""
         waiting, slow = self._timeline.waiting(), self._timeline.slow()
         rows = []
@@ -91,7 +93,7 @@ class Ranks(View):
             state = "finished" if last["state"] == "returned" else last["state"]
             words = " ".join(filter(None, [state, last.get("why", "")]))
             if state == "dead":
-                words = f"dead: {last['why']}"
+                words = f"dead: {last.get('why', '')}"
             elif state in ("running", "delayed") and rank in self._hangs:
                 state, words = "waiting", self._hangs[rank]
             elif state == "running" and rank in waiting:
@@ -107,13 +109,13 @@ class Ranks(View):
         across = 1 if len(rows) <= _COLUMN else 3
         cells, x, y = [], 0, 0.0  # column, line, and what stands there
         for rank, state, words, step in rows:
-            text = fill(f"{LOOKS[state][1]} {words}{_at(step)}", _LETTERS)
+            text = fill(f"{_look(state)[1]} {words}{_at(step)}", _CHARACTERS)
             if across > 1 and len(text) > _SHORT and x:
                 x, y = 0, y + 1
             cells.append((x, y, rank, state, text))
             x = x + 1 if len(text) <= _SHORT and x + 1 < across else 0
             y += 0 if x else 1 + 0.62 * text.count("\n")  # folded lines stand closer than boxes
-        hang = fill(self.hang, _LETTERS)
+        hang = fill(self.hang, _CHARACTERS)
         under = y + bool(x)  # all of them
         lines = max(1, under + bool(hang) + 0.62 * hang.count("\n"))
         figure = Figure(figsize=(7, 0.34 * lines + 0.1))
@@ -122,33 +124,37 @@ class Ranks(View):
         for column, line, rank, state, text in cells:
             left = 0.02 + column / across
             rounded = "round,pad=0,rounding_size=0.01"
-            axes.add_patch(FancyBboxPatch((left, line + 0.2), 0.09, 0.6, rounded, color=LOOKS[state][0]))
+            axes.add_patch(FancyBboxPatch((left, line + 0.2), 0.09, 0.6, rounded, color=_look(state)[0]))
             axes.text(left + 0.045, line + 0.5, self.name(rank), ha="center", va="center", color="white", fontsize=9)
             axes.text(left + 0.105, line + 0.28, text, va="top", fontsize=9, linespacing=1.6)
         axes.text(0.02, under + 0.28, hang, va="top", fontsize=9, linespacing=1.6, color=LOOKS["failed"][0])
         return figure
 
     def data(self) -> dict[str, Any]:
-        """The boxes."""
+        """What the browser draws: a box for each rank."""
         rows = []
         for rank, state, words, step in self.rows():
-            colour, sign = LOOKS[state]
+            colour, sign = _look(state)
             told = {"name": self.name(rank), "state": state, "words": words + _at(step)}
             rows.append({**told, "colour": colour, "sign": sign})
         return {"ranks": rows, "hang": self.hang}
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """All states in words."""
         told = [f"{self.name(rank)} {words}{_at(step)}" for rank, _, words, step in self.rows()]
         return "; ".join([*told, self.hang] if self.hang else told) + "."
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         rows = [(self.name(rank), words, _at(step).strip(", ")) for rank, _, words, step in self.rows()]
         width = max((len(words) for _, words, _ in rows), default=0)
         lines = [f"{name:<8} {words:<{width}}  {step}" for name, words, step in rows]
         return "\n".join(line.rstrip() for line in ([*lines, self.hang] if self.hang else lines))
 
 
-def _at(step: int | None) -> str:
+def _look(state: str) -> tuple[str, str]:
+    return LOOKS.get(state, _UNKNOWN)
+
+
+def _at(step: int | float | str | None) -> str:
     return "" if step is None else f", step {step}"

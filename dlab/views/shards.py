@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dlab.events import Event
+from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
-from dlab.views.still import COLOURS, View
 
 if TYPE_CHECKING:
     from dlab.data import DataPartitioner
@@ -31,13 +31,13 @@ _INK = "#202020"
 Slice = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 
 
-class Shard(NamedTuple):
+class HeldSamples(NamedTuple):
     """What one rank holds of a data set: how many samples, and how many with each label."""
 
     time: float
     samples: int
     histogram: list[int]
-    labels: list[int]
+    labels: list[int | str]
 
 
 class Tensor:
@@ -73,28 +73,29 @@ class Tensor:
         return f"{self.name} ({' × '.join(map(str, self.shape)) or 'a single number'})"
 
 
-class ShardTable(View):
+class ShardView(View):
     """The shards of data sets and the slices of tensors, as each rank told last, by events of kind `shard` and `slice`.
 
     `shard`: {"name": "train", "samples": 15000, "histogram": [samples with label 0, with label 1, …]}, with "labels"
     if they are not 0, 1, 2, …; `slice`: {"tensor": "w", "shape": [4, 6], "slice": [[0, 2], [0, 6]]}.
 
-    >>> ShardTable(shard_events(parts))
+    >>> ShardView(shard_events(parts))
     train   samples  labels 0..9  per label
     rank 0    15000  ▇█▇▇▇▆▇█▇▇   1348..1683
     """
 
     script, title = "shards", "Who holds what"
+    reads = ("shard", "slice")
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.shards: dict[str, dict[int, Shard]] = {}  # by name of the data set and rank
+        self.shards: dict[str, dict[int, HeldSamples]] = {}  # by name of the data set and rank
         self.tensors: dict[str, Tensor] = {}
         self._begun: float | None = None
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events; a rank that tells again replaces what it said before."""
-        if not (arrived := Arrivals.of(events)):
+        if not (arrived := self.take(events)):
             return
         if self._begun is None:
             self._begun = arrived.first
@@ -103,7 +104,7 @@ class ShardTable(View):
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 histogram = list(data.get("histogram") or [])
                 labels = list(data.get("labels") or range(len(histogram)))
-                shard = Shard(moment, data["samples"], histogram, labels)
+                shard = HeldSamples(moment, data["samples"], histogram, labels)
                 self.shards.setdefault(data.get("name", "data"), {})[event.rank] = shard
             elif event.kind == "slice":
                 data, moment = event.data, max(0.0, event.time - self._begun)
@@ -170,8 +171,7 @@ class ShardTable(View):
             [*shards, *(moment for tensor in self.tensors.values() for moment, _ in tensor.slices.values())], default=0
         )
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Shards: no rank has told what it holds yet."
@@ -184,7 +184,8 @@ class ShardTable(View):
             sentences.append(f"{tensor} is cut into {len(tensor.parts())}: {parts}.")
         return " ".join(sentences)
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no rank has told what it holds yet"
         tables = [_shard_lines(name, ranks) for name, ranks in self.shards.items()]
@@ -203,7 +204,7 @@ def shard_events(partitioner: DataPartitioner, name: str = "train") -> list[Even
     return events
 
 
-def _shard_lines(name: str, ranks: dict[int, Shard]) -> list[str]:
+def _shard_lines(name: str, ranks: dict[int, HeldSamples]) -> list[str]:
     """A line per rank; all bars have the same scale."""
     rows = sorted(ranks.items())
     top = max((max(shard.histogram, default=0) for _, shard in rows), default=0)
@@ -238,9 +239,10 @@ def _aligned(table: list[list[str]], right: int) -> list[str]:
     return lines
 
 
-def _label_names(labels: list[int]) -> str:
-    dense = len(labels) > 2 and labels == list(range(labels[0], labels[-1] + 1))
-    return f"{labels[0]}..{labels[-1]}" if dense else ", ".join(map(str, labels))
+def _label_names(labels: list[int | str]) -> str:
+    first = labels[0] if labels else 0
+    dense = len(labels) > 2 and isinstance(first, int) and labels == list(range(first, first + len(labels)))
+    return f"{first}..{labels[-1]}" if dense else ", ".join(map(str, labels))
 
 
 def _write(piece: Slice) -> str:
@@ -257,7 +259,7 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]}"
 
 
-def _draw_shards(axes: Axes, name: str, ranks: dict[int, Shard]) -> None:
+def _draw_shards(axes: Axes, name: str, ranks: dict[int, HeldSamples]) -> None:
     """A row per rank, a bar per label, one scale for all of them."""
     top = max((max(shard.histogram, default=0) for shard in ranks.values()), default=0) or 1
     widest = max(ranks.values(), key=lambda shard: len(shard.histogram))

@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dlab.events import Event
+from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
-from dlab.views.still import COLOURS, View
 
 _SHOWN = 12  # ranks with a row of their own
 _BINS = 40  # bars in a row, at most; a screen has no room for more
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Row(NamedTuple):
+class StalenessRow(NamedTuple):
     """The updates of one rank, or of all (-1): how many of each staleness."""
 
     name: str
@@ -50,6 +50,7 @@ class Staleness(View):
     """
 
     script, title = "staleness", "Staleness"
+    reads = ("staleness",)
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.counts: dict[int, Counter[int]] = {}  # by rank: how many updates of each staleness
@@ -57,7 +58,7 @@ class Staleness(View):
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events."""
-        for rank, logged in Arrivals.of(events).logged.items():
+        for rank, logged in self.take(events).logged.items():
             if logged.staleness:
                 self.counts.setdefault(rank, Counter()).update(logged.staleness)
 
@@ -66,11 +67,11 @@ class Staleness(View):
         """Has no rank told of an update?"""
         return not self.counts
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StalenessRow]:
         """A row for each of the first ranks, and one for all together."""
-        rows = [Row(f"rank {rank}", rank, counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
+        rows = [StalenessRow(f"rank {rank}", rank, counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
         if len(self.counts) > 1:
-            rows.append(Row("all", -1, sum(self.counts.values(), Counter())))
+            rows.append(StalenessRow("all", -1, sum(self.counts.values(), Counter())))
         return rows
 
     def bars(self) -> tuple[int, np.ndarray]:
@@ -109,7 +110,7 @@ class Staleness(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """The bars."""
+        """What the browser draws: a bar for each staleness."""
         width, shares = self.bars()
         rows = [
             {
@@ -123,15 +124,15 @@ class Staleness(View):
         ]
         return {"width": width, "rows": rows, "ranks": len(self.counts)}
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Staleness: no rank has told of an update yet."
         means = "; ".join(f"{row.name} mean {row.mean:.1f}, most {row.most}" for row in self.rows())
         return f"How stale gradients were when they were applied, a histogram per rank: {means}."
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no rank has told of an update yet: dlab.log(staleness=[…])"
         width, shares = self.bars()

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlab.events import Event
-from dlab.views.columns import Arrivals, Table
-from dlab.views.still import COLOURS, View
+from dlab.views.base import COLOURS, View
+from dlab.views.columns import Arrivals, GrowingTable
 
 _POINTS = 400  # of a line, at most; a screen has no more columns for it
 _SHOWN = 12  # ranks with a line of their own
@@ -32,6 +32,7 @@ class Throughput(View):
     """
 
     script, title, awaited = "throughput", "Throughput", True
+    reads = ("samples",)
 
     def __init__(self, events: Iterable[Event] = (), window: float = 1.0) -> None:
         if not window > 0:
@@ -40,13 +41,13 @@ class Throughput(View):
         self.unit = "steps"  # until somebody tells samples
         self._begun: float | None = None
         self._end = 0.0
-        self._steps: dict[int, Table] = {}  # by rank, a row per step: its end, and the samples up to there
+        self._steps: dict[int, GrowingTable] = {}  # by rank, a row per step: its end, and the samples up to there
         self._lines: tuple[Rates, list[tuple[str, Rates]]] | None = None  # unless more has come since they were made
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events; costs less than a microsecond each."""
-        if not (arrived := Arrivals.of(events)):
+        if not (arrived := self.take(events)):
             return
         self._lines = None
         if self._begun is None:
@@ -54,7 +55,7 @@ class Throughput(View):
         self._end = max(self._end, arrived.last - self._begun)
         for rank, logged in arrived.logged.items():
             if done := logged.having("step", "samples"):
-                steps, samples = self._steps.setdefault(rank, Table(2)), done.column("samples")
+                steps, samples = self._steps.setdefault(rank, GrowingTable(2)), done.column("samples")
                 if not np.isnan(samples).all():
                     self.unit = "samples"
                 before = steps.rows[-1, 1] if steps else 0.0
@@ -149,15 +150,15 @@ class Throughput(View):
         told = {"unit": self.unit, "top": self.top()[0], "note": self.note()}
         return {**told, "time": moments.astype(np.float32), "lines": named}
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Throughput: no rank has logged two steps yet."
         latest = ", ".join(f"{name} {_number(rates[-1])}" for name, rates in self.lines()[1])
         return f"{self.unit.capitalize()} per second over time; the last are: {latest}."
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no rank has logged two steps yet"
         lines = self.lines()[1]

@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.views.base import View
 from dlab.views.columns import Arrivals, Column
 from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, State
-from dlab.views.still import View
 
 SECONDS, STEPS = 5.0, 30  # shown unless asked otherwise: whichever is less
 WAITS, SLOW = 0.3, 1.5  # more than this share of its time; at least so many times as long as others compute
@@ -44,6 +44,7 @@ class Timeline(View):
     """
 
     script, title, awaited = "timeline", "Timeline", True
+    reads = ("compute", "wait", "delay", "message", "state")
 
     def __init__(self, events: Iterable[Event] = (), seconds: float | None = None) -> None:
         if seconds is not None and not seconds > 0:
@@ -57,7 +58,7 @@ class Timeline(View):
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Take in more events; costs about a microsecond each."""
-        if not (arrived := Arrivals.of(events)):
+        if not (arrived := self.take(events)):
             return
         if self._begun is None:
             self._begun = arrived.first
@@ -150,7 +151,7 @@ class Timeline(View):
         """Who waits for whom. Nobody says so: it follows from the last few steps.
 
         A rank that waits for more than 0.3 of its time waits for the one that waits least, if that one computes
-        at least 1.5 times as long as itself; else all of them wait for the wire.
+        at least 1.5 times as long as itself; else all of them wait for the transport.
         """
         sums = {rank: last.sum(axis=0) for rank, last in self._lately().items()}
         share = {rank: float(wait / (compute + wait or 1.0)) for rank, (compute, wait) in sums.items()}
@@ -226,16 +227,16 @@ class Timeline(View):
         ]
         return {"end": self.end, "seconds": self.seconds, "lanes": lanes, "ranks": len(self._lanes)}
 
-    @property
-    def alt(self) -> str:
+    def sentence(self) -> str:
         """What the picture shows."""
         if self.empty:
             return "Timeline: no rank has told of its steps yet."
-        lines = "; ".join(" ".join(line.split()) for line in str(self).splitlines())
+        lines = "; ".join(" ".join(line.split()) for line in self.text().splitlines())
         first, last = self.window
         return f"What each rank did in the last {last - max(0.0, first):.3g} s: {lines}."
 
-    def __str__(self) -> str:
+    def text(self) -> str:
+        """The same in characters."""
         if self.empty:
             return "no rank has told of its steps yet: dlab.log(step=…, compute=…, wait=…)"
         shares, notes = self.shares(), self.notes()

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
 
 import dlab.backend  # noqa: F401  registers the backend "dlab"
-from dlab.processes.lifeline import signal_on_parent_death
+from dlab.processes.between.lifeline import signal_on_parent_death
 
 WORLD_SIZE = 4  # some tests ask for exactly four ranks
 LOG_TAIL = 20_000  # bytes of what the ranks of a failed test wrote

@@ -269,14 +269,15 @@ function legend(paint, names) {
   return y + 14;
 }
 
-// What the picture itself does not show, in a row of its own above the axes; gives where these may begin.
+// What the picture itself does not show, in rows of its own above the axes; gives where these may begin.
 function writeNote(paint, text, top) {
   if (!text) return top;
   paint.context.fillStyle = paint.text;
   paint.context.textBaseline = "top";
   paint.context.textAlign = "left";
-  paint.context.fillText(fold(text, paint.width - 56, 1)[0], 52, top - 6);
-  return top + 14;
+  const lines = fold(text, paint.width - 56, 4);
+  lines.forEach((line, place) => paint.context.fillText(line, 52, top - 6 + 14 * place));
+  return top + 14 * lines.length;
 }
 
 // In a notebook: a widget to which the kernel sends a frame several times a second. Only the latest is drawn.

@@ -26,22 +26,24 @@ views.curves = {
       const colour = curve.colour < 0 ? paint.text : COLOURS[curve.colour % COLOURS.length];
       return { ...curve, ...points, count, colour, rank: curve.colour >= 0, x: points[by] };
     });
-    const last = Math.max(1e-9, ...shown.map((curve) => (curve.count ? curve.x[curve.count - 1] : 0)));
-    const finite = (most, loss) => (loss > most && loss < Infinity ? loss : most);
-    const highest = Math.max(1e-9, ...shown.map((curve) => curve.loss.slice(0, curve.count).reduce(finite, 0)));
+    const [most, least] = [(most, each) => (each > most && each < Infinity ? each : most), (least, each) => (each < least && each > -Infinity ? each : least)];
+    const all = (column, pick, first) => shown.map((curve) => curve[column].slice(0, curve.count).reduce(pick, first));
+    const [begin, last] = [Math.min(...all("x", least, 0)), Math.max(...all("x", most, 1e-9))]; // steps may go backwards
+    const [lowest, highest] = [Math.min(...all("loss", least, 0)), Math.max(...all("loss", most, 1e-9))];
     const named = shown.map((curve) => [curve.name, curve.colour]);
     const crowd = shown.filter((curve) => !curve.strong).length > data.named;
     if (crowd) named.splice(0, named.length - 1, [`${named.length - 1} ranks`, shown[0].colour]);
     const at = axes(paint, {
-      x: [0, last], y: [0, Math.min(data.top ?? Infinity, highest * 1.05)], whole: by === "step",
+      x: [begin, last], y: [lowest * 1.05, Math.min(data.top ?? Infinity, highest * 1.05)], whole: by === "step",
       xlabel: by === "step" ? "step" : "seconds", ylabel: "loss", top: writeNote(paint, data.note, legend(paint, named)),
     });
     inside(paint, at.box, () => shown.forEach((curve) => this.line(context, curve, at)));
-    for (const { lost, colour } of shown) {
-      if (!lost || lost.time > until) continue;
+    for (const { sign, colour, ...end } of shown.flatMap(({ lost, colour }) => lost.map((end) => ({ ...end, colour })))) {
+      if (end.time > until) continue;
       context.fillStyle = colour;
       context.textBaseline = "middle";
-      write(paint, lost.sign, at.x(lost[by]), at.box.top + 5, 1);
+      const height = sign === "✕" && end.loss !== null ? at.y(end.loss) : 0; // beyond the top if it is not known
+      write(paint, sign, at.x(end[by]), Math.max(height, at.box.top + 5), 1);
     }
   },
 

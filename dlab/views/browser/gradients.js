@@ -48,6 +48,7 @@ views.gradients = {
   },
 
   draw(paint, data, until) {
+    if (!data.layers.length) return writeNothing(paint);
     const { options } = paint.picture;
     if (options.select.length !== data.layers.length) {
       options.select.replaceChildren(...data.layers.map((name) => make("option", null, { textContent: name })));

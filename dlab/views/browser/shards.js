@@ -15,10 +15,11 @@ views.shards = {
 
   height(data, width) {
     const { rows, sets } = this.heights(data, width);
-    return [...sets, ...rows.map((row) => row.height)].reduce((sum, height) => sum + height, 8);
+    return Math.max(60, [...sets, ...rows.map((row) => row.height)].reduce((sum, height) => sum + height, 8));
   },
 
   draw(paint, data, until) {
+    if (!data.sets.length && !data.tensors.length) return writeNothing(paint);
     const { across, rows, sets } = this.heights(data, paint.width);
     let top = 0;
     data.sets.forEach((set, number) => {

@@ -7,10 +7,11 @@ views.staleness = {
 
   height(data, width) {
     const more = data.ranks > data.rows.filter((row) => row.rank >= 0).length;
-    return 46 + 48 * data.rows.length + 14 * (fold(MEANING, width - 4).length - (more ? 0 : 1));
+    return 46 + 48 * Math.max(1, data.rows.length) + 14 * (fold(MEANING, width - 4).length - (more ? 0 : 1));
   },
 
   draw(paint, data) {
+    if (!data.rows.length) return writeNothing(paint);
     const { context } = paint;
     const [left, right, tall] = [60, paint.width - 120, 38];
     const bars = data.rows[0]?.shares.length ?? 1;

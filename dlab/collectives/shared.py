@@ -1,0 +1,164 @@
+"""Reduce-scatter, all-gather and all-to-all through memory that all ranks of a host see; nothing is sent.
+
+What lies in a tensor from `shared_empty` is read by the others where it is: one copy, or one sum, and two barriers.
+A rank's own tensor goes through a slot of shared memory in pieces that stay in the cache: one copy more, and a barrier
+for each piece. Sharded operators and ZeRO live on these three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dlab.collectives.ops import OPS, Tools, finish, prepare, tools
+from dlab.collectives.shared_allreduce import BLOCK, NAMES, Plan, SharedAllReduce
+from dlab.transports import Transport
+from dlab.transports.checked import header
+
+PIECE = 512 << 10  # bytes of a rank's own tensor that are in its slot at a time; there is room for two
+_LINE = 64  # bytes
+
+
+class SharedCollectives(SharedAllReduce):
+    """All-reduce and three more over the ranks of a host; `SharedCollectives.connect` makes it.
+
+    Tensors are contiguous, and of one size on all ranks. The pieces of private ones use the two halves of a slot in
+    turn. Nobody overwrites what another still reads: who fills a half again has passed the barrier after it, which a
+    reader enters when it is through.
+    """
+
+    ROOM = SharedAllReduce.ROOM + 2 * PIECE
+
+    def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
+        super().__init__(memory, transport, timeout)
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._half = 0
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], list[list[Any]]] = {}
+
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """The output becomes the tensors of all ranks, one after another. A rank reads (n-1)/n of it from others."""
+        plan, theirs, using, row = self._find("all-gather", tensor, "sum")
+        length, result = tensor.numel(), using.view(output.view(-1))
+        if theirs is not None:
+            self.table.meet(plan)
+            for rank, other in enumerate(theirs):
+                using.copy(result[rank * length : (rank + 1) * length], other)
+            self.table.meet()
+            return
+        mine, step = using.view(row), PIECE // row.element_size()
+        using.copy(result[self.rank * length : (self.rank + 1) * length], mine)
+        for begin in range(0, max(1, length), step):
+            piece = mine[begin : begin + step]
+            slots = self._next_slots(row.dtype, (len(piece),), using)
+            using.copy(slots[self.rank][0], piece)
+            self.table.meet(plan)
+            for rank in self._others:
+                start = rank * length + begin
+                using.copy(result[start : start + len(piece)], slots[rank][0])
+
+    def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor, op: str) -> None:
+        """The output becomes this rank's part of the combination of all tensors, cut as `tensor_split` cuts a row."""
+        plan, theirs, using, row = self._find("reduce-scatter", tensor, op)
+        result, combine = using.view(output.view(-1)), using.combine
+        if theirs is not None:
+            step = BLOCK // tensor.element_size()
+            self.table.meet(plan)
+            for begin in range(0, len(result), step):
+                block = result[begin : begin + step]
+                first, second, *others = (part[begin : begin + step] for part in theirs)
+                combine(first, second, block)
+                for other in others:
+                    combine(block, other, block)
+            self.table.meet()
+        else:
+            parts = self._cut(using.view(row))
+            own = parts[self.rank]
+
+            def add(rank: int, begin: int, piece: Any) -> None:
+                so_far, span = own if rank == self._others[0] else result, slice(begin, begin + len(piece))
+                combine(so_far[span], piece, result[span])
+
+            self._swap(parts, row.dtype, using, plan, add)
+        finish(result, op, self.size)
+
+    def all_to_all(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Part r of the output becomes rank r's part for this rank, of n equal parts each."""
+        plan, theirs, using, row = self._find("all-to-all", tensor, "sum")
+        results = self._cut(using.view(output.view(-1)))
+        if theirs is not None:
+            self.table.meet(plan)
+            for result, other in zip(results, theirs, strict=True):
+                using.copy(result, other)
+            self.table.meet()
+            return
+        parts = self._cut(using.view(row))
+        using.copy(results[self.rank], parts[self.rank])
+
+        def keep(rank: int, begin: int, piece: Any) -> None:
+            using.copy(results[rank][begin : begin + len(piece)], piece)
+
+        self._swap(parts, row.dtype, using, plan, keep)
+
+    def _swap(
+        self, parts: list[Any], dtype: torch.dtype, using: Tools, plan: Plan, take: Callable[[int, int, Any], None]
+    ) -> None:
+        """Put down a piece of each part for its rank, and take what the others have put down for this one."""
+        step = _stride(self.size) // dtype.itemsize
+        for begin in range(0, max(1, len(parts[0])), step):  # no part is longer than the first
+            pieces = [part[begin : begin + step] for part in parts]
+            slots = self._next_slots(dtype, tuple(map(len, pieces)), using)
+            for rank in self._others:
+                using.copy(slots[self.rank][rank], pieces[rank])
+            self.table.meet(plan)
+            for rank in self._others:
+                take(rank, begin, slots[rank][self.rank])
+
+    # --- where things are
+
+    def _find(self, name: str, tensor: torch.Tensor, op: str) -> tuple[Plan, Any, Tools, torch.Tensor]:
+        """The plan; for a tensor in shared memory, what this rank reads of everyone's; the tools; the tensor as a row.
+
+        What is found for a tensor in shared memory is kept: to look for it takes longer than a small collective.
+        """
+        key = tensor.data_ptr(), tensor.numel(), tensor.dtype, name if op == "sum" else f"{name} {op}"
+        if (known := self._known.get(key)) is not None and tensor.is_contiguous():
+            return known
+        row, _ = prepare(tensor, op)
+        shared, using = self.find(row), tools(row.dtype, op)
+        number, offset = (shared[0].number, shared[1]) if shared is not None else (0, 0)
+        plan = (*header(row), OPS.index(op), number, offset, NAMES.index(name))
+        if shared is None:
+            return plan, None, using, row
+        begin, end = (0, len(row)) if name == "all-gather" else self._bounds(len(row))
+        theirs = [
+            using.view(part) for part in shared[0].rows(offset + begin * row.element_size(), row.dtype, end - begin)
+        ]
+        self._known[key] = known = plan, theirs, using, row.new_empty(0)  # it would keep the tensor for ever
+        return known
+
+    def _bounds(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """Where a rank's part of so many numbers begins and ends, this rank's by default; as `tensor_split` cuts."""
+        rank = self.rank if rank is None else rank
+        length, longer = divmod(count, self.size)
+        begin = rank * length + min(rank, longer)
+        return begin, begin + length + (rank < longer)
+
+    def _cut(self, whole: Any) -> list[Any]:
+        return [whole[slice(*self._bounds(len(whole), rank))] for rank in range(self.size)]
+
+    def _next_slots(self, dtype: torch.dtype, counts: tuple[int, ...], using: Tools) -> list[list[Any]]:
+        """By rank: the other half of its slot, with a region for each of these numbers of items."""
+        self._half = 1 - self._half
+        key = self._half, dtype, counts
+        if key not in self._views:
+            start, stride = SharedAllReduce.ROOM + self._half * PIECE, _stride(len(counts))
+            regions = [self._scratch.rows(start + number * stride, dtype, count) for number, count in enumerate(counts)]
+            self._views[key] = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
+        return self._views[key]
+
+
+def _stride(regions: int) -> int:
+    """The bytes of half a slot that belong to one of so many regions."""
+    return PIECE // regions // _LINE * _LINE

@@ -1,0 +1,328 @@
+"""All-reduce where the tensors lie: a slot per rank in memory that all ranks see; nothing is sent.
+
+Each rank combines its own part of all slots, block by block so that a block stays in the cache, and writes the result
+back into every slot. Two barriers, and the memory traffic of one read and one write of each slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+
+from dlab.collectives.ops import OPS, Tools, finish, prepare, tools
+from dlab.memory.backoff import YIELDS, Backoff, Peers
+from dlab.transports import Transport, share_memory
+from dlab.transports.checked import DTYPES, header
+
+BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
+CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
+SMALL = 128 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
+_LINE = 8  # numbers of 8 bytes in a cache line
+_PAGE = 4096
+_MASK = (1 << 32) - 1
+
+NAMES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "shared_empty")  # of collectives, for plans
+Plan = tuple[int, ...]  # what a rank brings: number of items, type, op, number of the arena, place in it, collective
+Block = tuple[Any, list[Any]]  # the same stretch of rank 0's slot and of the others', as the tools want it
+Slots = tuple[list[tuple[int, int]], list[list[Any]]]  # begin and end of each part; by rank and part, its place
+Key = tuple[int, int, torch.dtype, str]  # where, number of items, type, op
+F = TypeVar("F", bound="SharedAllReduce")
+
+
+class PlanTable:
+    """A line of numbers per rank that all can read: how often it has met the others, and with which plan."""
+
+    def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
+        self.rank, self.size, self.timeout = transport.rank, transport.size, timeout
+        self._lines = memory[: 8 * _LINE * self.size].cast("Q")
+        self.peers = Peers(memory[8 * _LINE * self.size :][: 8 * self.size].cast("Q"), self.rank, transport.members)
+        self.peers.together = transport.peers is not None and transport.peers.together
+        self._mine, self._others = self.rank * _LINE, [r * _LINE for r in range(self.size) if r != self.rank]
+        self._count = 0
+        self._plan: Plan = ()
+
+    def meet(self, plan: Plan = ()) -> None:
+        """A barrier at which all ranks must have the same plan; whoever differs is named.
+
+        The count is in the upper half of a number and a digest of the plan in the lower: one look tells both.
+        """
+        lines, mine = self._lines, self._mine
+        if plan and plan is not self._plan:
+            for place, number in enumerate(plan, mine + 1):
+                lines[place] = number
+            self._plan = plan
+        self._count += 1 << 32
+        token = self._count | (hash(plan) & _MASK if plan else 0)  # Python's hash of numbers is the same everywhere
+        lines[mine] = token  # last: who sees it sees the plan (x86 keeps the order of stores)
+        for line in self._others:
+            if lines[line] != token:
+                self._wait_for(line, token)
+
+    def _wait_for(self, line: int, token: int) -> None:
+        lines, count, looks, yields = self._lines, self._count, self.peers.looks, YIELDS
+        while lines[line] < count:  # what Backoff begins with, without its cost
+            if looks:
+                looks -= 1
+            elif yields:
+                yields -= 1
+                os.sched_yield()
+            else:
+                self._sleep_until(line, count)
+        theirs = lines[line]
+        if theirs >> 32 == count >> 32 and theirs != token:  # else it is further, so it has agreed
+            self._disagree(line)
+
+    def _sleep_until(self, line: int, count: int) -> None:
+        what = f"for {{}} in {_article(NAMES[self._plan[5]])}" if self._plan else "for {} at a barrier"
+        wait = Backoff(self.peers, self.timeout, lambda: (self._missing(count), what))
+        while self._lines[line] < count:
+            wait()
+
+    def _missing(self, count: int) -> list[int]:
+        return [line // _LINE for line in self._others if self._lines[line] < count]
+
+    def _disagree(self, line: int) -> None:
+        mine, theirs = self.peers.names([self.rank, line // _LINE])
+        other = tuple(self._lines[line + 1 : line + 7])
+        if other[5] == self._plan[5]:
+            raise ValueError(
+                f"rank {mine} brings {_tell(self._plan)} to {_article(NAMES[other[5]])} and rank {theirs} "
+                f"{_tell(other)}: all ranks must bring the same size, type and op"
+            )
+        raise ValueError(
+            f"rank {mine} is in {_article(NAMES[self._plan[5]])} and rank {theirs} in {_article(NAMES[other[5]])}: "
+            "all ranks must call the same collectives in the same order"
+        )
+
+
+def _tell(plan: Plan) -> str:
+    count, dtype, op, number, _, _ = plan
+    where = "from shared_empty" if number else "of its own"
+    return f"{count} {str(DTYPES[dtype]).removeprefix('torch.')} {where} for {OPS[op]}"
+
+
+def _article(name: str) -> str:
+    """`an all-reduce`, `a reduce-scatter`, `shared_empty`."""
+    return name if name == "shared_empty" else f"{'an' if name[0] == 'a' else 'a'} {name}"
+
+
+class Arena:
+    """Memory with a slot of `nbytes` for each rank."""
+
+    def __init__(self, memory: memoryview, nbytes: int, ranks: int, number: int = 0) -> None:
+        self.number, self.nbytes, self._memory, self._ranks = number, nbytes, memory, range(ranks)
+
+    @classmethod
+    def share(cls, transport: Transport, nbytes: int, number: int = 0) -> Arena:
+        """A new one, between ranks that are known to share memory. Every rank must call it."""
+        memory = share_memory(transport, transport.size * _pages(nbytes))
+        assert memory is not None
+        return cls(memory, nbytes, transport.size, number)
+
+    def slot(self, rank: int) -> Any:
+        """The bytes of a slot, as an object that can be watched: it goes when the last tensor in it is gone."""
+        return (ctypes.c_char * self.nbytes).from_buffer(self._memory, rank * _pages(self.nbytes))
+
+    def rows(self, offset: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """The same stretch of every slot."""
+        return [tensor_in(self.slot(rank), dtype, count, offset) for rank in self._ranks]
+
+
+def _pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // _PAGE)) * _PAGE
+
+
+def tensor_in(slot: Any, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
+    """A tensor in shared memory."""
+    return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+
+
+class SharedAllReduce:
+    """All-reduce through arenas, for ranks on one host; `SharedAllReduce.connect` makes it."""
+
+    ROOM = CHUNK + 2 * SMALL  # bytes of a slot for what goes through it
+
+    def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
+        self.rank, self.size, self.transport = transport.rank, transport.size, transport
+        self.table = PlanTable(memory, transport, timeout)
+        self._scratch = Arena(memory[_front(transport.size) :], self.ROOM, transport.size)
+        self._turn = 0  # small tensors use two places in turn
+        self._arenas: dict[int, Arena] = {}  # by the address of my slot
+        self._made = 0
+        # what was worked out for a tensor that lies in an arena: making views takes longer than using them
+        self._known: dict[Key, Any] = {}  # by where it lies, its length and type, and what is done
+        self._slots: dict[tuple[int, torch.dtype], Slots] = {}  # of private tensors' chunks
+        self._small: dict[Key, tuple[Plan, list[Any], Tools]] = {}
+
+    @classmethod
+    def connect(cls: type[F], transport: Transport, timeout: float = 600.0) -> F | None:
+        """Every rank must call it. None if the ranks are not on one host."""
+        memory = share_memory(transport, _front(transport.size) + transport.size * _pages(cls.ROOM))
+        return None if memory is None else cls(memory, transport, timeout)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that all-reduce need not copy. Every rank must call it."""
+        count = prod(shape)
+        nbytes = count * dtype.itemsize
+        self.table.meet((count, DTYPES.index(dtype), 0, 0, 0, NAMES.index("shared_empty")))
+        self._made += 1
+        arena = Arena.share(self.transport, nbytes, self._made)
+        slot = arena.slot(self.rank)
+        if count:
+            start = ctypes.addressof(slot)
+            self._arenas[start] = arena
+            weakref.finalize(slot, self._forget, start)
+        return tensor_in(slot, dtype, count).view(shape)
+
+    def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor for all ranks: what one writes, all read. Every rank must call it."""
+        memory = share_memory(self.transport, _pages(count * dtype.itemsize))
+        assert memory is not None
+        return tensor_in((ctypes.c_char * len(memory)).from_buffer(memory), dtype, count)
+
+    def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor from `empty`, or a stretch of one, in the slots of all ranks; any other is refused."""
+        row, _ = prepare(tensor, "sum")
+        found = self.find(row)
+        if found is None:
+            raise ValueError("this tensor is not in memory that all ranks share: make it with shared_empty")
+        arena, offset = found
+        return arena.rows(offset, row.dtype, row.numel())
+
+    def find(self, row: torch.Tensor) -> tuple[Arena, int] | None:
+        """The arena in which a row of numbers lies, and where in it."""
+        address, nbytes = row.data_ptr(), row.numel() * row.element_size()
+        for start, arena in self._arenas.items():
+            if nbytes and start <= address and address + nbytes <= start + arena.nbytes:
+                return arena, address - start
+        return None
+
+    def _forget(self, start: int) -> None:
+        end = start + self._arenas.pop(start).nbytes
+        self._known = {key: known for key, known in self._known.items() if not start <= key[0] < end}
+
+    def allreduce(self, tensor: torch.Tensor, op: str) -> None:
+        """In place, on a contiguous tensor."""
+        known: tuple[Plan, list[Block], Tools] | None = None
+        if tensor.layout == torch.strided and tensor.is_contiguous():
+            known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
+        if known is not None:
+            self._reduce_shared(*known, op)
+            return
+        row, _ = prepare(tensor, op)
+        if self.size == 1:
+            return
+        if (known := self._look_up(row, op)) is not None:
+            self._reduce_shared(*known, op)
+        elif row.numel() * row.element_size() <= SMALL:
+            self._reduce_small(row, op)
+        else:
+            self._reduce_private(row, op)
+
+    def _reduce_shared(self, plan: Plan, blocks: list[Block], using: Tools, op: str) -> None:
+        """Tensors in an arena: everyone combines its own part of all of them, where they are."""
+        self.table.meet(plan)
+        reduce_blocks(blocks, using, op)
+        self.table.meet()
+
+    def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[Block], Tools] | None:
+        """For a tensor in an arena: the plan, the same block of every slot for each block of my part, and the tools."""
+        found = self.find(tensor)
+        if found is None:
+            return None
+        (arena, offset), using, count, dtype = found, tools(tensor.dtype, op), tensor.numel(), tensor.dtype
+        parts = [row.tensor_split(self.size)[self.rank] for row in arena.rows(offset, dtype, count)]
+        plan = (*header(tensor), OPS.index(op), arena.number, offset, 0)
+        known = plan, blocks_of(parts, using), using
+        self._known[tensor.data_ptr(), count, dtype, op] = known
+        return known
+
+    def _reduce_small(self, row: torch.Tensor, op: str) -> None:
+        """A small tensor of a rank's own: all put theirs down, and everyone adds up all of them, in the same order.
+
+        The next one goes to another place, and the one after that is safe: who meets again has read the first.
+        """
+        self._turn = 1 - self._turn
+        key = (self._turn, row.numel(), row.dtype, op)
+        if key not in self._small:
+            using, rows = tools(row.dtype, op), self._scratch.rows(CHUNK + self._turn * SMALL, row.dtype, row.numel())
+            self._small[key] = (*header(row), OPS.index(op), 0, 0, 0), list(map(using.view, rows)), using
+        plan, rows, (view, combine, copy) = self._small[key]
+        mine = view(row)
+        copy(rows[self.rank], mine)
+        self.table.meet(plan)
+        combine(rows[0], rows[1], mine)
+        for other in rows[2:]:
+            combine(mine, other, mine)
+        finish(mine, op, self.size)
+
+    def _reduce_private(self, row: torch.Tensor, op: str) -> None:
+        """A tensor of a rank's own: others' parts of it go into my slot, and what they make of them comes back.
+
+        Chunk by chunk, so that the slots stay in the cache. I read what is mine where it is. A part has the same place
+        in a slot for every chunk, so I may fill in the next one while others still fetch my part of the last.
+        """
+        plan = (*header(row), OPS.index(op), 0, 0, 0)
+        using, others = tools(row.dtype, op), [rank for rank in range(self.size) if rank != self.rank]
+        view, combine, copy = using
+        whole, length = view(row), self.size * (_region(self.size) // row.element_size())
+        for start in range(0, len(whole), length):
+            chunk = whole[start : start + length]
+            bounds, slots = self._slots_for(len(chunk), row.dtype, using)
+            parts = [chunk[begin:end] for begin, end in bounds]
+            mine = parts[self.rank]
+            for other in others:
+                copy(slots[self.rank][other], parts[other])
+            self.table.meet(plan)
+            for other in others:
+                combine(mine, slots[other][self.rank], mine)
+            finish(mine, op, self.size)
+            copy(slots[self.rank][self.rank], mine)
+            self.table.meet()
+            for other in others:
+                copy(parts[other], slots[other][other])
+
+    def _slots_for(self, count: int, dtype: torch.dtype, using: Tools) -> Slots:
+        """Where the parts of a chunk begin and end; and every rank's slot, with a region for each part."""
+        if (count, dtype) not in self._slots:
+            bounds = [(count * part // self.size, count * (part + 1) // self.size) for part in range(self.size)]
+            regions = [
+                self._scratch.rows(part * _region(self.size), dtype, end - begin)
+                for part, (begin, end) in enumerate(bounds)
+            ]
+            slots = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
+            self._slots[count, dtype] = bounds, slots
+        return self._slots[count, dtype]
+
+
+def blocks_of(parts: list[torch.Tensor], using: Tools) -> list[Block]:
+    """The same part of every slot, cut into blocks that stay in the cache."""
+    cuts = [map(using.view, part.split(BLOCK // part.element_size())) for part in parts]
+    return [(first, others) for first, *others in zip(*cuts, strict=True) if len(first)]
+
+
+def reduce_blocks(blocks: list[Block], using: Tools, op: str, spread: bool = True) -> None:
+    """Combine each block of all slots in the first of them; `spread` writes it back into the others."""
+    _, combine, copy = using
+    for first, others in blocks:
+        for other in others:
+            combine(first, other, first)
+        finish(first, op, 1 + len(others))
+        if spread:
+            for other in others:
+                copy(other, first)
+
+
+def _region(size: int) -> int:
+    """The bytes of a slot that belong to one rank's part."""
+    return CHUNK // size // _PAGE * _PAGE
+
+
+def _front(size: int) -> int:
+    """The bytes in front of the slots: a line and the number of its process for each rank."""
+    return _pages(8 * (_LINE + 1) * size)

@@ -1,0 +1,127 @@
+"""Meshes: ranks in rows, columns and layers with names, so that each line of them is a small world of its own.
+
+A mesh of shape (2, 4) with the names ("dp", "tp") has 2 rows of 4 ranks: a rank shards its layers with the 3 others of
+its row, `mesh["tp"]`, and averages gradients with the one other of its column, `mesh["dp"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+from dlab.data.table import Bars, Table
+from dlab.processes.worker.context import transport as transport_of_this_worker
+from dlab.transports import Group, Transport
+
+
+class Mesh:
+    """Ranks on a grid with named axes, the first axis slowest: ranks that differ in the last one are neighbours.
+
+    Every rank makes the same mesh. `mesh["dp"]` is this rank's line along an axis, a transport among the ranks that
+    differ from it in that coordinate alone; `mesh["dp", "tp"]` is the plane of two axes, whose ranks are numbered with
+    the first name slowest. Making a mesh sends nothing.
+
+    >>> mesh = dlab.Mesh((2, 2, 2), ("pp", "dp", "tp"))  # on rank 5 of 8
+    >>> mesh.coordinates
+    {'pp': 1, 'dp': 0, 'tp': 1}
+    >>> list(mesh["dp"].members)
+    [5, 7]
+    """
+
+    def __init__(self, shape: Sequence[int], names: Sequence[str], transport: Transport | None = None) -> None:
+        self.shape, self.names = tuple(shape), (names,) if isinstance(names, str) else tuple(names)
+        self._check()
+        self.transport = transport_of_this_worker() if transport is None else transport
+        if prod(self.shape) != self.transport.size:
+            raise ValueError(
+                f"a mesh of {' × '.join(map(str, self.shape))} needs {prod(self.shape)} ranks and there are "
+                f"{self.transport.size}: the product of the shape must be their number"
+            )
+        self._groups: dict[tuple[str, ...], Transport] = {}
+
+    def _check(self) -> None:
+        if not self.shape or not all(isinstance(length, int) and length > 0 for length in self.shape):
+            raise ValueError(f"a mesh of shape {self.shape} is not possible: give a whole number, 1 or more, per axis")
+        if len(self.names) != len(self.shape):
+            raise ValueError(
+                f"a mesh of shape {self.shape} has {len(self.shape)} axes and got {len(self.names)} names, "
+                f"{self.names}: give one name for each axis"
+            )
+        for name in self.names:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of an axis is a word, such as 'dp', not {name!r}")
+            if self.names.count(name) > 1:
+                raise ValueError(f"two axes of the mesh are called {name!r}: give each a name of its own")
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank is, by axis."""
+        return self.coordinates_of(self.transport.rank)
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Where a rank is, by axis."""
+        found = {}
+        for name, length in zip(reversed(self.names), reversed(self.shape), strict=True):
+            rank, found[name] = divmod(rank, length)
+        return {name: found[name] for name in self.names}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        """The rank at these coordinates, one for each axis."""
+        rank = 0
+        for name, length in zip(self.names, self.shape, strict=True):
+            rank = rank * length + coordinates[name]
+        return rank
+
+    def line(self, rank: int, *names: str) -> list[int]:
+        """The ranks that differ from this one in these coordinates only, itself included; the first name slowest."""
+        at = self.coordinates_of(rank)
+        lengths = [range(self.shape[self.names.index(name)]) for name in names]
+        return [self.rank_at({**at, **dict(zip(names, place, strict=True))}) for place in product(*lengths)]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Transport:
+        """This rank's line along one axis, or the plane of several."""
+        names = (names,) if isinstance(names, str) else tuple(names)
+        unknown = [name for name in names if name not in self.names]
+        if unknown or not names:
+            asked = ", ".join(map(repr, unknown)) or "without a name"
+            raise KeyError(f"this mesh has no axis {asked}: its axes are {', '.join(map(repr, self.names))}")
+        if len(set(names)) < len(names):
+            raise KeyError(f"{names} names an axis twice: give each axis once")
+        if names not in self._groups:
+            self._groups[names] = Group(self.transport, self.line(self.transport.rank, *names))
+        return self._groups[names]
+
+    def table(self) -> MeshTable:
+        """Rank, coordinates and groups, a row for each rank."""
+        return MeshTable(self)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name} {length}" for name, length in zip(self.names, self.shape, strict=True))
+        return f"<Mesh of {prod(self.shape)} ranks: {axes}>"
+
+
+class MeshTable(Table):
+    """A row per rank: its coordinates, and the ranks of its line along each axis.
+
+    >>> dlab.Mesh((2, 2), ("dp", "tp")).table()
+    rank  dp  tp  dp group  tp group
+       0   0   0  0, 2      0, 1
+       1   0   1  1, 3      0, 1
+       2   1   0  0, 2      2, 3
+       3   1   1  1, 3      2, 3
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.rows: list[int] = list(range(prod(mesh.shape)))
+
+    def heading(self) -> list[str]:
+        return ["rank", *self._mesh.names, *(f"{name} group" for name in self._mesh.names)]
+
+    def cells(self, row: int) -> list[int | str | Bars]:
+        groups = [", ".join(map(str, self._mesh.line(row, name))) for name in self._mesh.names]
+        return [row, *self._mesh.coordinates_of(row).values(), *groups]
+
+    def between(self, hidden: Sequence[int]) -> str:
+        return f"… ranks {hidden[0]} to {hidden[-1]}"

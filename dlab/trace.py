@@ -1,0 +1,121 @@
+"""Events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event format.
+
+Every rank is a process with three lanes: what its steps were spent on, the messages that it sent, and the stages that
+its gradients reached. A message is an arrow from its sender's lane to its receiver's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dlab.events import Event
+
+LANES = ("steps", "messages", "gradients")
+_STEPS, _MESSAGES, _GRADIENTS = range(len(LANES))
+_PARTS = ("delay", "compute", "wait")  # of a step, in the order in which they come
+_SHORTEST = 1e-6  # seconds: viewers hide what takes no time
+
+Entry = dict[str, Any]
+
+
+def save_trace(events: Iterable[Event], path: str | Path) -> None:
+    """Write events in the Trace Event format, from the first of them on. The file appears whole or not at all."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps({"traceEvents": trace(events), "displayTimeUnit": "ms"}, allow_nan=False))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def trace(events: Iterable[Event]) -> list[Entry]:
+    """The entries of a trace, in microseconds since the first of them."""
+    numbers = count(1)
+    entries = [entry for event in events for entry in _entries(event, numbers)]
+    begin = min((entry["ts"] for entry in entries), default=0.0)
+    for entry in entries:
+        entry["ts"] = round(1e6 * (entry["ts"] - begin), 3)
+    entries.sort(key=lambda entry: entry["ts"])
+    return [*_names({entry["pid"] for entry in entries}), *entries]
+
+
+def _names(ranks: Iterable[int]) -> Iterator[Entry]:
+    """What viewers call the processes and their lanes."""
+    for rank in sorted(ranks):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for number, lane in enumerate(LANES):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+
+
+def _entries(event: Event, numbers: Iterator[int]) -> Iterator[Entry]:
+    """What an event becomes; nothing, if it has nothing to show."""
+    data, rank = event.data, event.rank
+    if event.kind == "log":
+        yield from _step(event)
+    elif event.kind == "message" and _are_numbers(data, "start", "end", "source", "destination"):
+        number, name = next(numbers), data.get("phase") or "message"
+        source, destination = data["source"], data["destination"]
+        yield _slice(source, _MESSAGES, name, data["start"], data["end"], _arguments(data))
+        yield {
+            "ph": "s",
+            "id": number,
+            "cat": "message",
+            "name": name,
+            "pid": source,
+            "tid": _MESSAGES,
+            "ts": data["start"],
+        }
+        arrow = {"ph": "f", "bp": "e", "id": number, "cat": "message", "name": name, "pid": destination}
+        yield {**arrow, "tid": _MESSAGES, "ts": data["end"]}
+    elif event.kind == "gradient":
+        name = f"{data.get('layer')} {data.get('stage')}"
+        yield {"ph": "i", "s": "t", "name": name, "pid": rank, "tid": _GRADIENTS, "ts": event.time}
+    elif event.kind == "state":
+        name, why = str(data.get("state")), {"why": str(data["why"])} if data.get("why") else {}
+        yield {"ph": "i", "s": "p", "name": name, "pid": rank, "tid": _STEPS, "ts": event.time, "args": why}
+
+
+def _step(event: Event) -> Iterator[Entry]:
+    """A step is told at its end, with the seconds that each part of it took."""
+    data, end = event.data, event.time
+    parts = [(name, data[name]) for name in _PARTS if _are_numbers(data, name) and data[name] > 0]
+    start = end - sum(seconds for _, seconds in parts)
+    for name, seconds in parts:
+        yield _slice(event.rank, _STEPS, name, start, start + seconds, _arguments(data))
+        start += seconds
+    if _are_numbers(data, "loss"):
+        yield {"ph": "C", "name": "loss", "pid": event.rank, "ts": end, "args": {"loss": data["loss"]}}
+
+
+def _slice(rank: int, lane: int, name: str, start: float, end: float, arguments: Entry) -> Entry:
+    seconds = max(end - start, _SHORTEST)
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": rank,
+        "tid": lane,
+        "ts": start,
+        "dur": round(1e6 * seconds, 3),
+        "args": arguments,
+    }
+
+
+def _arguments(data: dict[str, Any]) -> Entry:
+    """What a viewer shows of an entry when one points at it: numbers and words."""
+    return {
+        name: value
+        for name, value in data.items()
+        if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    }
+
+
+def _are_numbers(data: dict[str, Any], *names: str) -> bool:
+    return all(isinstance(data.get(name), int | float) and math.isfinite(data[name]) for name in names)

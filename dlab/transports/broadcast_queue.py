@@ -1,0 +1,240 @@
+"""Messages to everybody, for ranks that do not wait for each other: written once, read by each when it has time.
+
+On one host a message is written where all can read it. Between hosts every rank has a thread per sender that takes its
+messages in. Taught in `04_async_sgd.ipynb`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from dlab.memory.backoff import Backoff, Peers
+from dlab.transports.base import Transport
+from dlab.transports.shared import share_memory
+
+_LINE = 8  # numbers of 8 bytes in a cache line
+_PAGE = 4096
+
+
+class BroadcastQueue(ABC):
+    """Messages of `count` numbers between all ranks, in order for each sender.
+
+    Nothing here waits but `pause`, so that a rank can go on reading while it waits to write: else ranks that are all
+    full of messages would wait for each other. Ranks that have died are in `gone`; what they posted can still be read.
+    """
+
+    def __init__(self, transport: Transport, count: int, dtype: torch.dtype, room: int) -> None:
+        self.rank, self.size, self.count, self.dtype, self.room = transport.rank, transport.size, count, dtype, room
+        self.others = [rank for rank in range(transport.size) if rank != transport.rank]
+        self.gone: set[int] = set()
+
+    @abstractmethod
+    def behind(self) -> set[int]:
+        """Who has so many messages of mine unread, `room`, that I may not post another."""
+
+    @abstractmethod
+    def post(self, message: torch.Tensor) -> None:
+        """To all others. The tensor may be used again at once."""
+
+    @abstractmethod
+    def next(self, source: int) -> torch.Tensor | None:
+        """The oldest message of a rank that was not read yet, if it has come; valid until the next call."""
+
+    @abstractmethod
+    def pause(self, others: Collection[int]) -> None:
+        """Rest a moment, to wait for something that one of these ranks has to do; finds out if it is gone."""
+
+    def wait(self, source: int) -> torch.Tensor | None:
+        """The next message of a rank; None if the rank is gone and there is none."""
+        while (message := self.next(source)) is None:
+            if source in self.gone:
+                return self.next(source)  # it may have posted it just before
+            self.pause([source])
+        return message
+
+    def close(self) -> None:  # noqa: B027  (shared memory goes by itself)
+        """End what goes on in the background; nothing is sent or received any more."""
+
+
+def open_broadcast_queue(
+    transport: Transport, count: int, dtype: torch.dtype, room: int = 32, timeout: float = 600.0
+) -> BroadcastQueue:
+    """Every rank must call it. Memory for messages is only taken when that many lie unread."""
+    message = -(-count * dtype.itemsize // _PAGE) * _PAGE
+    front = -(-8 * (transport.size * _stride(transport.size, room) + transport.size) // _PAGE) * _PAGE
+    memory = share_memory(transport, front + transport.size * (room + 1) * message)
+    if memory is not None:
+        return SharedBroadcastQueue(transport, count, dtype, room, memory, front, timeout)
+    return DistributedBroadcastQueue(transport, count, dtype, room)
+
+
+def _stride(size: int, room: int) -> int:
+    """The numbers that a rank keeps in the table: how many it has posted, how many it has read of each, and where."""
+    return -(-(1 + size + room) // _LINE) * _LINE
+
+
+class SharedBroadcastQueue(BroadcastQueue):
+    """Messages in memory that all ranks map: a message costs one copy to write and none to read."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        count: int,
+        dtype: torch.dtype,
+        room: int,
+        memory: memoryview,
+        front: int,
+        timeout: float,
+    ) -> None:
+        super().__init__(transport, count, dtype, room)
+        stride = _stride(self.size, room)
+        self._table = memory[: 8 * self.size * stride].cast("Q")
+        self._peers = Peers(memory[8 * self.size * stride :][: 8 * self.size].cast("Q"), self.rank)
+        self._posted = [rank * stride for rank in range(self.size)]  # places in the table
+        self._read = [[place + 1 + source for source in range(self.size)] for place in self._posted]
+        self._where = [place + 1 + self.size for place in self._posted]
+        bytes_each = -(-count * dtype.itemsize // _PAGE) * _PAGE
+        self._slots = [
+            [
+                torch.frombuffer(
+                    memory, dtype=dtype, count=count, offset=front + (rank * (room + 1) + slot) * bytes_each
+                )
+                for slot in range(room + 1)
+            ]
+            for rank in range(self.size)
+        ]
+        self._holding: int | None = None  # whose message was given out last, and is not yet counted as read
+        self._awaited: list[int] = []
+        self._backoff = Backoff(self._peers, timeout, self._whom)
+
+    def behind(self) -> set[int]:
+        """Who has not read so many of my messages, as the counters in shared memory tell."""
+        self._put_down()
+        full = self._table[self._posted[self.rank]] - self.room
+        return {other for other in self._readers() if self._table[self._read[other][self.rank]] <= full}
+
+    def post(self, message: torch.Tensor) -> None:
+        """Into the first slot that nobody needs any more, so that only as many are used as readers are behind."""
+        self._put_down()
+        number = self._table[self._posted[self.rank]]
+        oldest = min((self._table[self._read[other][self.rank]] for other in self._readers()), default=number)
+        used = {self._table[self._where[self.rank] + earlier % self.room] for earlier in range(oldest, number)}
+        slot = next(slot for slot in range(self.room + 1) if slot not in used)
+        self._slots[self.rank][slot].copy_(message)
+        self._table[self._where[self.rank] + number % self.room] = slot
+        self._table[self._posted[self.rank]] = number + 1  # last: who sees it sees the message (x86 keeps the order)
+
+    def next(self, source: int) -> torch.Tensor | None:
+        """The oldest unread message of a rank, where its sender has put it; nothing is copied."""
+        self._put_down()
+        number = self._table[self._read[self.rank][source]]
+        if number >= self._table[self._posted[source]]:
+            return None
+        self._backoff.reset()
+        self._holding = source
+        return self._slots[source][self._table[self._where[source] + number % self.room]]
+
+    def pause(self, others: Collection[int]) -> None:
+        """Look, let others work, sleep."""
+        self._awaited = sorted(others)
+        try:
+            self._backoff()
+        except ConnectionError:
+            self.gone |= {other for other in self.others if self._peers.trouble(other)}
+            self._backoff.reset()
+
+    def _put_down(self) -> None:
+        """The message given out last has been read: its sender may use the place again."""
+        if self._holding is not None:
+            self._table[self._read[self.rank][self._holding]] += 1
+            self._holding = None
+
+    def _readers(self) -> list[int]:
+        return [other for other in self.others if other not in self.gone]
+
+    def _whom(self) -> tuple[list[int], str]:
+        return self._awaited, "for {} to write or read a message"
+
+
+class DistributedBroadcastQueue(BroadcastQueue):
+    """Messages as messages of torch.distributed, for ranks on several hosts."""
+
+    def __init__(self, transport: Transport, count: int, dtype: torch.dtype, room: int) -> None:
+        super().__init__(transport, count, dtype, room)
+        self._changed = threading.Condition()
+        self._mailboxes: dict[int, deque[torch.Tensor]] = {other: deque() for other in self.others}
+        self._sending: deque[tuple[torch.Tensor, list[dist.Work]]] = deque()
+        self._threads = [threading.Thread(target=self._take_in, args=(other,), daemon=True) for other in self.others]
+        for thread in self._threads:
+            thread.start()
+
+    def _take_in(self, source: int) -> None:
+        while True:
+            message = torch.empty(self.count + 1, dtype=self.dtype)
+            try:
+                dist.recv(message, source, tag=_TAG)
+                last = bool(message[-1])
+            except (RuntimeError, ValueError):  # it has ended, or the process group has
+                last = True
+            with self._changed:
+                if last:
+                    self.gone.add(source)
+                else:
+                    self._mailboxes[source].append(message[:-1])
+                self._changed.notify_all()
+            if last:
+                return
+
+    def behind(self) -> set[int]:
+        """Nobody: what has arrived and was not read lies in its reader's memory."""
+        return set()
+
+    def post(self, message: torch.Tensor) -> None:
+        """A copy goes to each; waits for the oldest if too many are under way."""
+        self._send(message, last=False)
+
+    def _send(self, message: torch.Tensor, last: bool) -> None:
+        if len(self._sending) >= self.room:
+            self._finish_oldest()
+        mine = torch.empty(self.count + 1, dtype=self.dtype)
+        mine[:-1] = message
+        mine[-1] = last
+        works = []
+        for other in self.others:  # also to those that have closed: they wait for my last message
+            with contextlib.suppress(RuntimeError):  # it is dead: the thread that receives from it tells
+                works.append(dist.isend(mine, other, tag=_TAG))
+        self._sending.append((mine, [work for work in works if work is not None]))
+
+    def _finish_oldest(self) -> None:
+        _, works = self._sending.popleft()
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+    def next(self, source: int) -> torch.Tensor | None:
+        """The oldest message of a rank that has been received and was not read yet."""
+        with self._changed:
+            return self._mailboxes[source].popleft() if self._mailboxes[source] else None
+
+    def pause(self, others: Collection[int]) -> None:
+        """Until a message comes, or somebody is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._mailboxes.values()) or set(others) & self.gone, timeout=0.05)
+
+    def close(self) -> None:
+        """Let the others' threads end, and wait for mine: a process must not end while one of them receives."""
+        self._send(torch.zeros(self.count, dtype=self.dtype), last=True)
+        while self._sending:
+            self._finish_oldest()
+        for thread in self._threads:
+            thread.join()
+
+
+_TAG = 4711  # apart from whatever else is sent between the same ranks

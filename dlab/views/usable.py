@@ -1,0 +1,217 @@
+"""What a view can use of an event: fields of the right kind, numbers that can be drawn, and names that can be written.
+
+Anybody can log anything, and a file can hold anything. What cannot be drawn is left out, and counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, isfinite
+from typing import Any
+
+import numpy as np
+
+from dlab.events import Event
+
+RANKS = 1 << 16  # more than this are not drawn
+ROUNDS = 1 << 20  # of collectives, of which each has a place
+WHOLE = 1 << 53  # up to here a float holds every whole number
+STEPS = 1 << 31  # that a browser gets as 32 bits
+LATEST = 1e12  # seconds: beyond it a clock cannot tell microseconds
+LARGEST = float(np.finfo(np.float32).max)  # a loss above it is infinite: weights and browsers have 32 bits
+_NAME, _SENTENCE = 80, 2000  # letters that are kept
+_PLURAL = {"samples", "norms", "bytes", "ranks", "labels"}
+
+# what is logged as a number: from and up to where it can be drawn
+LIMITS = {
+    "step": (-WHOLE, WHOLE),
+    "loss": (-inf, inf),
+    "samples": (0, WHOLE),
+    **dict.fromkeys(("compute", "wait", "delay"), (-LATEST, LATEST)),
+}
+
+Data = dict[str, Any]
+
+
+class Unusable(Exception):
+    """Nothing can be drawn of it: `what` concerns the views that read such events, `why` is for the reader."""
+
+    def __init__(self, what: str, field: str, noun: str) -> None:
+        super().__init__(what, field)
+        self.what, self.why = what, reason(field, noun)
+
+
+def reason(field: str, noun: str) -> str:
+    """`their loss is no number`."""
+    return f"their {field} {'are' if field in _PLURAL else 'is'} no {noun}"
+
+
+def number(value: Any) -> float | None:
+    """As a float; an integer that none can hold is infinite. None if it is no number."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return inf if value > 0 else -inf
+
+
+def text(value: Any, most: int = _NAME) -> str | None:
+    """In letters that can be written, and not too many of them; None if it is no text."""
+    if not isinstance(value, str):
+        return None
+    if len(value) > most:
+        value = f"{value[: most // 3]}…{value[1 + most // 3 - most :]}"
+    if not value.isprintable():
+        value = "".join(each if each.isprintable() else " " if each.isspace() else "\ufffd" for each in value)
+    return value
+
+
+def usable(event: Event) -> Event:
+    """The event with what can be used of it; raises `Unusable`."""
+    if _moment(event.time) is None:
+        raise Unusable("", "time", "number of seconds")
+    if _rank(event.rank) is None:
+        raise Unusable("", "rank", "whole number from 0 on")
+    if not isinstance(event.kind, str) or not isinstance(event.data, dict):
+        raise Unusable("", "data", "dictionary")
+    data = usable_data(event.kind, event.data)
+    return event if data is event.data else event._replace(data=data)
+
+
+def usable_data(kind: str, data: Data) -> Data:
+    """The same for what an event of this kind has told; the same object, if all of it can be used."""
+    changed: Data = {}
+    for field, (read, noun, needed) in _FIELDS.get(kind, {}).items():
+        value = data.get(field)
+        if value is None and not needed:
+            if field in data:
+                data = {name: each for name, each in data.items() if name != field}
+            continue
+        found = read(value)
+        if found is None:
+            raise Unusable(kind, field, noun)
+        if found is not value:
+            changed[field] = found
+    if changed:
+        data = {**data, **changed}
+    if kind == "message" and data["source"] == data["destination"]:
+        raise Unusable(kind, "destination", "other rank")
+    if kind == "slice" and not _lies_in(data["slice"], data["shape"]):
+        raise Unusable(kind, "slice", "part of the shape")
+    return data
+
+
+def _moment(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and abs(value) < LATEST else None
+
+
+def _rank(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < RANKS else None
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < WHOLE else None
+
+
+def _step(value: Any) -> int | None:
+    return value if type(value) is int and -STEPS <= value < STEPS else None
+
+
+def _round(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < ROUNDS else None
+
+
+def _finite(value: Any) -> float | None:
+    found = number(value)
+    return None if found is None else value if abs(found) <= LARGEST else float("nan")
+
+
+def _sentence(value: Any) -> str | None:
+    return text(value, _SENTENCE)
+
+
+def _norms(value: Any) -> dict[str, float | None] | None:
+    if not isinstance(value, dict):
+        return None
+    found = {text(layer): None if norm is None else number(norm) for layer, norm in value.items()}
+    if None in found or any(found[text(layer)] is None for layer, norm in value.items() if norm is not None):
+        return None
+    return found  # type: ignore[return-value]
+
+
+def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], list[Any] | None]:
+    def read_list(value: Any) -> list[Any] | None:
+        found = [read(each) for each in value] if isinstance(value, list | tuple) else [None]
+        return None if None in found else found
+
+    return read_list
+
+
+def _label(value: Any) -> int | str | None:
+    return text(value) if isinstance(value, str) else _step(value)
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    start, stop = map(_count, value)
+    return (start, stop) if start is not None and stop is not None and start <= stop else None
+
+
+def _waiting(value: Any) -> Data | None:
+    """Of one rank in a hang: what it waits for, in words."""
+    if not isinstance(value, dict) or _rank(value.get("rank")) is None or not isinstance(value.get("words"), str):
+        return None
+    return {**value, "words": _sentence(value["words"])}
+
+
+def _lies_in(spans: list[tuple[int, int]], shape: list[int]) -> bool:
+    return len(spans) == len(shape) and all(stop <= size for (_, stop), size in zip(spans, shape, strict=True))
+
+
+_Field = tuple[Callable[[Any], Any], str, bool]  # how it is read, what it must be, and whether it must be there
+_FIELDS: dict[str, dict[str, _Field]] = {
+    "state": {
+        "state": (text, "text", True),
+        "why": (_sentence, "text", False),
+        "name": (text, "text", False),
+    },
+    "hang": {"ranks": (_list_of(_waiting), "list of ranks", True), "why": (_sentence, "text", True)},
+    "message": {
+        "source": (_rank, "rank", True),
+        "destination": (_rank, "rank", True),
+        "bytes": (_count, "count", True),
+        "start": (_moment, "number of seconds", True),
+        "end": (_moment, "number of seconds", True),
+        "phase": (text, "text", True),
+        "step": (_step, "whole number", True),
+        "round": (_round, "whole number from 0 on", False),
+        **dict.fromkeys(("begin", "count", "of"), (_count, "count", False)),
+        **dict.fromkeys(("low", "high"), (_finite, "number", False)),
+    },
+    "gradients": {"step": (_step, "whole number", True), "norms": (_norms, "numbers by layer", True)},
+    "gradient": {
+        "step": (_step, "whole number", True),
+        "layer": (text, "text", True),
+        "stage": (text, "text", True),
+    },
+    "shard": {
+        "samples": (_count, "count", True),
+        "histogram": (_list_of(_count), "list of counts", False),
+        "labels": (_list_of(_label), "list of labels", False),
+        "name": (text, "text", False),
+    },
+    "slice": {
+        "tensor": (text, "text", True),
+        "shape": (_list_of(_count), "list of sizes", True),
+        "slice": (_list_of(_span), "list of starts and stops", True),
+    },
+}
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number that can be counted with, also if it is written as a float."""
+    if isinstance(value, float) and isfinite(value) and value.is_integer():
+        value = int(value)
+    return _count(value)
