@@ -11,7 +11,8 @@ import torch
 from rings import RIGHT, to_the_right
 from rings_wrong import WRONG
 
-from dlab.exercises import check_ring, ring
+from dlab.exercises import check_ring, ring, sandbox
+from dlab.rehearsal import rehearse
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "02_allreduce.ipynb"
 
@@ -64,6 +65,16 @@ def test_a_loop_that_does_not_end_is_told_and_its_threads_end(monkeypatch, loopi
     while any(re.fullmatch(r"rank \d", thread.name) for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "the learner's threads still run"
         time.sleep(0.01)
+
+
+def test_a_rank_that_comes_to_run_when_time_is_up_is_counted_and_ends(monkeypatch):
+    """On a busy machine, those who loop can keep the thread of the last one from starting."""
+
+    def late(work, ranks):
+        return rehearse(lambda transport: (time.sleep(0.6 * (transport.rank == 3)), work(transport)), ranks)
+
+    monkeypatch.setattr(sandbox, "rehearse", late)
+    test_a_loop_that_does_not_end_is_told_and_its_threads_end(monkeypatch, (0, 1, 2, 3))
 
 
 # -------------------------------------------------------------------------------------- the notebook

@@ -38,11 +38,15 @@ def tell_line(frames: list[traceback.FrameSummary], name: str) -> str:
 
 def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attempt:
     """Run `work(transport)` on each rank, in a thread that need not be waited for after `limit` seconds."""
-    made, threads = Attempt(), dict[int, int]()  # threads of the ranks that have not returned
+    made, threads = Attempt(), dict[int, int]()  # threads of the ranks that run
+    left = set(range(ranks))  # that have not returned
+    over = threading.Event()
 
     def play_rank(transport: Transport) -> Any:
         threads[transport.rank] = threading.get_ident()
         try:
+            if over.is_set():  # who spins may keep another rank's thread from starting until time is up
+                raise SystemExit
             return work(transport)
         except Deadlock:
             raise
@@ -51,6 +55,7 @@ def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attem
             raise
         finally:
             del threads[transport.rank]
+            left.discard(transport.rank)
 
     def play() -> None:
         try:
@@ -64,7 +69,8 @@ def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attem
     player.start()
     player.join(limit)
     if player.is_alive():
-        made.stuck = sorted(threads)
+        over.set()
+        made.stuck = sorted(left)
         _interrupt(list(threads.values()))
     return made
 
