@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlab.data import mnist, partition_dataset
-from dlab.exercises.averaging import check_one_message
 from dlab.models import SimpleCNN
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.worker.context import device, knob, log, rank, world_size
 from dlab.reduction import average_gradients
 from dlab.training.progress import show_progress
 
-__all__ = ["accuracy", "average_gradients", "check_one_message", "main", "train"]
+__all__ = ["accuracy", "average_gradients", "main", "train"]
 
 Average = Callable[[nn.Module], None]  # makes the gradients of all ranks' models equal
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 import dlab
 from dlab.data import partition_dataset
-from dlab.demo import accuracy, average_gradients, check_one_message, train
+from dlab.demo import accuracy, average_gradients, train
+from dlab.exercises import check_one_message
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,19 @@
 """Checks for the exercises of the notebooks: each says "well done …", or "not yet: …" with the first thing to mend."""
 
+from dlab.exercises.averaging import check_one_message
+from dlab.exercises.partitioning import check_equal_shards
 from dlab.exercises.quantising import check_quantiser
 from dlab.exercises.ring import check_ring
 from dlab.exercises.serving import check_update
 from dlab.exercises.sgd import check_step
 from dlab.exercises.staleness import check_staleness
 
-__all__ = ["check_quantiser", "check_ring", "check_staleness", "check_step", "check_update"]
+__all__ = [
+    "check_equal_shards",
+    "check_one_message",
+    "check_quantiser",
+    "check_ring",
+    "check_staleness",
+    "check_step",
+    "check_update",
+]
