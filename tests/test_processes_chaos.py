@@ -170,9 +170,17 @@ class Chaos:
     def hang(self, moment, name):
         what, victim = self.chance.choice(HANGS), self.chance.randrange(RANKS)
         yield f"{what.__name__}, rank {victim}"
-        run = self.disturbed(what, victim, moment, name)
+        there = self.folder / f"{next(_numbers)} has come to it"
+
+        def come_and_hang():
+            there.touch()
+            what()
+
+        run = self.disturbed(come_and_hang, victim, moment, name)
+        while not there.exists() and not run.done:  # workers that are new may have much to import
+            time.sleep(0.01)
         with pytest.raises(dlab.WorkerTimeout) as error:
-            run.wait(TIMEOUT + self.cold(moment))
+            run.wait(TIMEOUT)
         assert error.value.rank == victim, str(error.value)
         if moment != "at the end":
             assert f"waited for rank {victim}" in str(error.value), str(error.value)
