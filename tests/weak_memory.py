@@ -60,6 +60,11 @@ class Core:
             self._pending.append((offset, content))
             self._let_some_arrive()
 
+    def idle(self) -> None:
+        """Time passes."""
+        with _lock:
+            self._let_some_arrive()
+
     def load(self, offset: int, nbytes: int) -> bytes:
         """Either what has arrived, or what this core has seen there before; its own stores always."""
         with _lock:
