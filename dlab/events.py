@@ -44,7 +44,7 @@ class EventRing(RecordRing):
         """Write one record, or count it as dropped when the reader is too far behind."""
         moment, data = time.time(), plain(data)
         with self.turn:
-            return self.append(encode(self.head, moment, kind, data))
+            return self.append(encode(self._counters[0], moment, kind, data))
 
     def take(self, rank: int) -> Records | None:
         """Read all records that have been written so far; None if there are none."""

@@ -2,8 +2,7 @@
 
 Every structure of this package publishes the same way: write the content, `fence()`, then write the number that says
 that it is there. Who reads looks at the number, `fence()`, then reads the content. On x86-64 the fence does nothing,
-because the processor keeps the order of its stores, and that of its loads; a call costs about 20 ns. Others, such as
-ARM, keep neither, and need one.
+because the processor keeps the order of its stores, and that of its loads. Others, such as ARM, keep neither.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ def choose(machine: str) -> Fence | None:
 
 _chosen = choose(platform.machine())
 fence: Fence = _chosen or do_nothing
+WEAK = fence is not do_nothing  # the hottest paths look here first, and save the 20 ns of a call that does nothing
 
 
 def has_fence() -> bool:

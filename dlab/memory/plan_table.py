@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from dlab.memory.backoff import YIELDS, Backoff, Peers
-from dlab.memory.fence import fence
+from dlab.memory.fence import WEAK, fence
 from dlab.memory.mapping import LINE, pages
 
 Plan = tuple[int, ...]  # what a rank is about to do, in at most seven numbers
@@ -57,12 +57,14 @@ class PlanTable:
             self._plan = plan
         self._count += 1 << 32
         token = self._count | (hash(plan) & _MASK if plan else 0)  # Python's hash of numbers is the same everywhere
-        fence()
+        if WEAK:
+            fence()
         lines[mine] = token
         for line in self._others:
             if lines[line] != token:
                 self._wait_for(line, token)
-        fence()
+        if WEAK:
+            fence()
 
     def _wait_for(self, line: int, token: int) -> None:
         lines, count, looks, yields = self._lines, self._count, self.peers.looks, YIELDS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from dlab.memory.fence import fence
+from dlab.memory.fence import WEAK, fence
 from dlab.memory.mapping import LINE
 
 
@@ -18,26 +18,28 @@ class Ring:
     its own counter only when it is through with the bytes, with a fence in between.
     """
 
-    CAPACITY = 1 << 20  # bytes; larger messages flow through, in few pieces, for each costs a wait
-    ROOM = 2 * LINE + CAPACITY
+    ROOM = 2 * LINE + (1 << 20)  # bytes; larger messages flow through, in few pieces, for each costs a wait
 
     def __init__(self, memory: memoryview) -> None:
         self._head = memory[:LINE].cast("Q")
         self._tail = memory[LINE : 2 * LINE].cast("Q")
         self._bytes = memory[2 * LINE :]
+        self._room = len(self._bytes)
 
     def put(self, source: memoryview) -> int:
         """Write as much as there is room for; gives how much."""
-        capacity, head = self.CAPACITY, self._head[0]
-        count = min(len(source), capacity - (head - self._tail[0]))
+        head, room = self._head[0], self._room
+        count = min(len(source), room - (head - self._tail[0]))
         if count:
-            fence()
-            start = head % capacity
-            first = min(count, capacity - start)
+            if WEAK:
+                fence()
+            start = head % room
+            first = min(count, room - start)
             self._bytes[start : start + first] = source[:first]
             if first < count:
                 self._bytes[: count - first] = source[first:count]
-            fence()
+            if WEAK:
+                fence()
             self._head[0] = head + count
         return count
 
@@ -46,14 +48,15 @@ class Ring:
         tail = self._tail[0]
         count = min(len(target), self._head[0] - tail)
         if count:
-            fence()
-            capacity = self.CAPACITY
-            start = tail % capacity
-            first = min(count, capacity - start)
+            if WEAK:
+                fence()
+            start = tail % self._room
+            first = min(count, self._room - start)
             target[:first] = self._bytes[start : start + first]
             if first < count:
                 target[first:count] = self._bytes[: count - first]
-            fence()
+            if WEAK:
+                fence()
             self._tail[0] = tail + count
         return count
 
@@ -72,11 +75,6 @@ class RecordRing:
         self.turn = threading.Lock()  # between the threads of the writing process
 
     @property
-    def head(self) -> int:
-        """The place of the next record, in bytes since the ring was cleared."""
-        return self._counters[0]
-
-    @property
     def dropped(self) -> int:
         """How many records did not fit since the ring was cleared."""
         return self._counters[2]
@@ -92,13 +90,15 @@ class RecordRing:
         if length > room - (head - self._counters[1]):
             self._counters[2] += 1
             return False
-        fence()
+        if WEAK:
+            fence()
         start = head % room
         first = min(length, room - start)
         self._bytes[start : start + first] = record[:first]
         if first < length:
             self._bytes[: length - first] = record[first:]
-        fence()
+        if WEAK:
+            fence()
         self._counters[0] = head + length
         return True
 
