@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dlab.processes.between import roles
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -107,6 +109,9 @@ def _import(name: str) -> Any:
 
     with uninterrupted():
         return importlib.import_module(f"dlab.{name}")
+
+
+roles.offer("server", lambda: _import("kvstore"))
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ import gc
 import json
 import marshal
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from pathlib import Path
 from sys import intern
 from typing import Any, NamedTuple
 
+from dlab.memory.ring import RecordRing
+
 RING_BYTES = 4 << 20  # per rank; untouched pages cost nothing
-_HEADER = 64  # head, tail and dropped, on a cache line of their own
 _FORMAT = 2  # of marshal: later ones look for objects that occur twice, which takes half as long again
 _LINES = 1000  # of a file that are read at once
 _OPEN, _CLOSE = marshal.dumps({}, _FORMAT)[:1], marshal.dumps({}, _FORMAT)[1:]  # the braces of a dictionary
@@ -34,59 +34,22 @@ class Event(NamedTuple):
     data: dict[str, Any]
 
 
-class EventRing:
-    """A ring of bytes with one writer and one reader, in memory that both can see.
+class EventRing(RecordRing):
+    """Events on their way from a worker to its parent.
 
-    `head` counts the bytes ever written and belongs to the writer; `tail` counts the bytes ever read and belongs to
-    the reader. The writer stores a record first and moves `head` afterwards, so that the reader sees whole records
-    only (x86 keeps the order of stores). A record that does not fit is not written but counted in `dropped`.
     A record costs about 10 us, and up to 50 us in between training steps, which leave nothing of it in the caches.
     """
-
-    def __init__(self, memory: memoryview) -> None:
-        self._counters = memory[:_HEADER].cast("Q")
-        self._bytes = memory[_HEADER:]
-        self._room = len(self._bytes)
-        self._turn = threading.Lock()  # between the threads of the writing process
-
-    @property
-    def dropped(self) -> int:
-        """How many records did not fit since the ring was cleared."""
-        return self._counters[2]
-
-    def clear(self) -> None:
-        """Forget everything; for the reader, while nobody writes."""
-        self._counters[0] = self._counters[1] = self._counters[2] = 0
 
     def push(self, kind: str, data: dict[str, Any]) -> bool:
         """Write one record, or count it as dropped when the reader is too far behind."""
         moment, data = time.time(), plain(data)
-        with self._turn:
-            head = self._counters[0]
-            record = encode(head, moment, kind, data)
-            if len(record) > self._room - (head - self._counters[1]):
-                self._counters[2] += 1
-                return False
-            start = head % self._room
-            first = min(len(record), self._room - start)
-            self._bytes[start : start + first] = record[:first]
-            if first < len(record):
-                self._bytes[: len(record) - first] = record[first:]
-            self._counters[0] = head + len(record)
-            return True
+        with self.turn:
+            return self.append(encode(self._counters[0], moment, kind, data))
 
     def take(self, rank: int) -> Records | None:
         """Read all records that have been written so far; None if there are none."""
-        head, tail = self._counters[0], self._counters[1]
-        if head == tail:
-            return None
-        start, end = tail % self._room, head % self._room
-        if start < end:
-            block = bytes(self._bytes[start:end])
-        else:
-            block = bytes(self._bytes[start:]) + bytes(self._bytes[:end])
-        self._counters[1] = head
-        return Records(rank, block)
+        written = self.take_all()
+        return Records(rank, written) if written else None
 
     def drain(self, rank: int) -> list[Event]:
         """Take out what was pushed since the last time, as events of this rank."""

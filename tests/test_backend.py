@@ -450,7 +450,7 @@ def _as_if_on_hosts_of_their_own(file, works):
 
     rank = dist.get_rank()
     dist.destroy_process_group()
-    shared._host = lambda: f"host {rank}"
+    shared.host = lambda: f"host {rank}"
     dist.init_process_group("dlab", store=dist.FileStore(file, RANKS), rank=rank, world_size=RANKS)
     assert dist.group.WORLD._shared is None
     return [work() for work in works]

@@ -444,7 +444,7 @@ def stack(*frames):
     )
 
 
-SHARED = "collectives/shared_allreduce.py"
+SHARED, TABLE = "collectives/shared_allreduce.py", "memory/plan_table.py"
 BACKOFF, MOVE = ("memory/backoff.py", "__call__"), ("transports/shared.py", "move")
 SERVE, LEARN = ("kvstore/server.py", "serve"), ("training/loop.py", "learn")
 
@@ -453,11 +453,12 @@ SERVE, LEARN = ("kvstore/server.py", "serve"), ("training/loop.py", "learn")
     ("frames", "waits"),
     [
         ([BACKOFF, MOVE, None], True),
-        ([("transports/shared.py", "get"), ("transports/shared.py", "_advance"), MOVE, None], True),  # between two naps
+        ([("memory/ring.py", "get"), ("transports/shared.py", "_advance"), MOVE, None], True),  # between two naps
         (
-            [(SHARED, "_wait_for"), (SHARED, "meet"), None],
+            [(TABLE, "_wait_for"), (TABLE, "meet"), (SHARED, "allreduce"), None],
             True,
         ),  # before the first nap
+        ([("memory/ring.py", "append"), ("events.py", "push"), ("processes/worker/context.py", "log"), None], False),
         ([("transports/broadcast_queue.py", "behind"), ("strategies/asynchronous.py", "_post"), LEARN], True),
         ([("kvstore/distributed.py", "_wait_for"), LEARN], True),
         (
@@ -472,7 +473,7 @@ SERVE, LEARN = ("kvstore/server.py", "serve"), ("training/loop.py", "learn")
         ([None, MOVE, LEARN], False),  # whatever has called the user's line
         ([BACKOFF, MOVE, None, ("data/batches.py", "take"), LEARN], True),  # which waits itself
         ([BACKOFF, SERVE], True),
-        ([("kvstore/channels.py", "head"), ("kvstore/server.py", "_serve_some"), SERVE], True),
+        ([("memory/request_queue.py", "head"), ("kvstore/server.py", "_serve_some"), SERVE], True),
         ([("kvstore/server.py", "_push"), ("kvstore/server.py", "_answer"), SERVE], False),
         ([None, ("kvstore/server.py", "_push"), ("kvstore/server.py", "_answer"), SERVE], False),
     ],

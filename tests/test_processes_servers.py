@@ -13,7 +13,7 @@ from kernels import alive, eventually
 
 import dlab
 from dlab import kvstore
-from dlab.kvstore.serving import digest_of, find_function
+from dlab.kvstore.functions import digest_of, find_function
 from dlab.processes.between.errors import name_ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest

@@ -21,7 +21,7 @@ from torch import nn
 import dlab
 from dlab import kvstore
 from dlab.collectives import halving_doubling_allreduce, naive_allreduce, tree_allreduce
-from dlab.kvstore.serving import workers
+from dlab.kvstore.joining import workers
 from dlab.strategies import flat
 from dlab.strategies.reducers import BackendReducer, Reducer, reducer_for
 

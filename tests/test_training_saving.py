@@ -12,7 +12,7 @@ import pytest
 from test_strategies import data_in_float, difference, network_in_float
 
 import dlab
-from dlab.kvstore.serving import channels_of
+from dlab.kvstore.joining import channels_of
 from dlab.processes.worker.context import is_worker, once
 from dlab.training.checkpoints import open_checkpoint
 from dlab.training.loop import Trainer

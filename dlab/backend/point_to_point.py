@@ -14,9 +14,9 @@ import torch
 
 from dlab.backend.works import Pending
 from dlab.memory.backoff import Backoff
+from dlab.memory.tensors import bytes_of
 from dlab.transports import SharedTransport
 from dlab.transports.checked import compare, header
-from dlab.transports.shared import bytes_of
 
 ANY_SOURCE = -1
 _HEADER = struct.Struct("<QQqQ")  # items, type, tag, bytes

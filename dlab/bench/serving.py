@@ -22,9 +22,10 @@ from dlab.bench.servers import (
     lean_rpc_updates,
     rpc_updates,
 )
-from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.distributed import DistStore
 from dlab.kvstore.locked import LockedStore
 from dlab.kvstore.optimizers import recipe
+from dlab.kvstore.protocol import AT_ONCE
 from dlab.models import FlatBuffer
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.worker.context import rank, transport

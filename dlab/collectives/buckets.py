@@ -13,9 +13,8 @@ import torch
 from dlab.collectives.ops import tools
 from dlab.collectives.shared_allreduce import SharedAllReduce, blocks_of, reduce_blocks
 from dlab.memory.backoff import Backoff
+from dlab.memory.counters import Counters
 from dlab.transports import share_memory
-
-_LINE = 8  # numbers of 8 bytes in a cache line
 
 
 class Buckets:
@@ -42,11 +41,9 @@ class Buckets:
         self._rank = shared.rank
         self._parts = [flat[begin:end].tensor_split(shared.size)[shared.rank] for begin, end in pieces]
         self._blocks = [blocks_of(self._slots(shared, part), self._using) if len(part) else [] for part in self._parts]
-        stride = -(-len(pieces) // _LINE) * _LINE
-        memory = share_memory(shared.transport, 8 * stride * shared.size)
+        memory = share_memory(shared.transport, Counters.room(shared.size, len(pieces)))
         assert memory is not None
-        self._ready = memory.cast("Q")  # by rank and piece: the last round in which it was filled in
-        self._lines = [rank * stride for rank in range(shared.size)]
+        self._ready = Counters(memory, shared.size, len(pieces))  # the last round in which a piece was filled in
         self._round, self._done = 1, 0
 
     def _slots(self, shared: SharedAllReduce, part: torch.Tensor) -> list[torch.Tensor]:
@@ -60,15 +57,15 @@ class Buckets:
 
     def ready(self, piece: int) -> None:
         """Mine is filled in; adds up what is complete. Never waits."""
-        self._ready[self._lines[self._rank] + piece] = self._round
-        while self._done < len(self._blocks) and self._missing() is None:
+        self._ready.announce(self._rank, self._round, piece)
+        while self._done < len(self._blocks) and not self._missing():
             self._reduce()
 
     def finish(self) -> None:
         """Wait for the pieces that are still missing, and, if results are spread, until all ranks have theirs."""
         wait = Backoff(self._table.peers, self._table.timeout, self._whom)
         while self._done < len(self._blocks):
-            while self._missing() is not None:
+            while self._missing():
                 wait()
             wait.reset()
             self._reduce()
@@ -80,13 +77,9 @@ class Buckets:
         reduce_blocks(self._blocks[self._done], self._using, self._op, self._spread)
         self._done += 1
 
-    def _missing(self) -> int | None:
-        """A rank that has not filled in the next piece."""
-        for rank, line in enumerate(self._lines):
-            if self._ready[line + self._done] < self._round:
-                return rank
-        return None
+    def _missing(self) -> list[int]:
+        """The ranks that have not filled in the next piece."""
+        return self._ready.behind(self._round, self._done)
 
     def _whom(self) -> tuple[list[int], str]:
-        missing = [rank for rank, line in enumerate(self._lines) if self._ready[line + self._done] < self._round]
-        return missing, f"for {{}} to fill in piece {self._done} of the gradient"
+        return self._missing(), f"for {{}} to fill in piece {self._done} of the gradient"

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from dlab.collectives.ops import OPS, Tools, finish, prepare, tools
-from dlab.collectives.shared_allreduce import BLOCK, NAMES, Plan, SharedAllReduce
+from dlab.collectives.shared_allreduce import BLOCK, NAMES, SharedAllReduce
+from dlab.memory.mapping import LINE
+from dlab.memory.plan_table import Plan
 from dlab.transports import Transport
 from dlab.transports.checked import header
 
 PIECE = 512 << 10  # bytes of a rank's own tensor that are in its slot at a time; there is room for two
-_LINE = 64  # bytes
 
 
 class SharedCollectives(SharedAllReduce):
@@ -161,4 +162,4 @@ class SharedCollectives(SharedAllReduce):
 
 def _stride(regions: int) -> int:
     """The bytes of half a slot that belong to one of so many regions."""
-    return PIECE // regions // _LINE * _LINE
+    return PIECE // regions // LINE * LINE

@@ -7,7 +7,6 @@ back into every slot. Two barriers, and the memory traffic of one read and one w
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from math import prod
 from typing import Any, TypeVar
@@ -15,131 +14,47 @@ from typing import Any, TypeVar
 import torch
 
 from dlab.collectives.ops import OPS, Tools, finish, prepare, tools
-from dlab.memory.backoff import YIELDS, Backoff, Peers
+from dlab.memory.mapping import PAGE, pages
+from dlab.memory.plan_table import Plan, PlanTable
+from dlab.memory.tensors import Arena, tensor_in
 from dlab.transports import Transport, share_memory
 from dlab.transports.checked import DTYPES, header
 
 BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
 SMALL = 128 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
-_LINE = 8  # numbers of 8 bytes in a cache line
-_PAGE = 4096
-_MASK = (1 << 32) - 1
 
 NAMES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "shared_empty")  # of collectives, for plans
-Plan = tuple[int, ...]  # what a rank brings: number of items, type, op, number of the arena, place in it, collective
+# a plan is what a rank brings: number of items, type, op, number of the arena, place in it, collective
 Block = tuple[Any, list[Any]]  # the same stretch of rank 0's slot and of the others', as the tools want it
 Slots = tuple[list[tuple[int, int]], list[list[Any]]]  # begin and end of each part; by rank and part, its place
 Key = tuple[int, int, torch.dtype, str]  # where, number of items, type, op
 F = TypeVar("F", bound="SharedAllReduce")
 
 
-class PlanTable:
-    """A line of numbers per rank that all can read: how often it has met the others, and with which plan."""
+def _name(plan: Plan) -> str:
+    """`an all-reduce`, `a reduce-scatter`, `shared_empty`."""
+    name = NAMES[plan[5]]
+    return name if name == "shared_empty" else f"{'an' if name[0] == 'a' else 'a'} {name}"
 
-    def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
-        self.rank, self.size, self.timeout = transport.rank, transport.size, timeout
-        self._lines = memory[: 8 * _LINE * self.size].cast("Q")
-        self.peers = Peers(memory[8 * _LINE * self.size :][: 8 * self.size].cast("Q"), self.rank, transport.members)
-        self.peers.together = transport.peers is not None and transport.peers.together
-        self._mine, self._others = self.rank * _LINE, [r * _LINE for r in range(self.size) if r != self.rank]
-        self._count = 0
-        self._plan: Plan = ()
 
-    def meet(self, plan: Plan = ()) -> None:
-        """A barrier at which all ranks must have the same plan; whoever differs is named.
-
-        The count is in the upper half of a number and a digest of the plan in the lower: one look tells both.
-        """
-        lines, mine = self._lines, self._mine
-        if plan and plan is not self._plan:
-            for place, number in enumerate(plan, mine + 1):
-                lines[place] = number
-            self._plan = plan
-        self._count += 1 << 32
-        token = self._count | (hash(plan) & _MASK if plan else 0)  # Python's hash of numbers is the same everywhere
-        lines[mine] = token  # last: who sees it sees the plan (x86 keeps the order of stores)
-        for line in self._others:
-            if lines[line] != token:
-                self._wait_for(line, token)
-
-    def _wait_for(self, line: int, token: int) -> None:
-        lines, count, looks, yields = self._lines, self._count, self.peers.looks, YIELDS
-        while lines[line] < count:  # what Backoff begins with, without its cost
-            if looks:
-                looks -= 1
-            elif yields:
-                yields -= 1
-                os.sched_yield()
-            else:
-                self._sleep_until(line, count)
-        theirs = lines[line]
-        if theirs >> 32 == count >> 32 and theirs != token:  # else it is further, so it has agreed
-            self._disagree(line)
-
-    def _sleep_until(self, line: int, count: int) -> None:
-        what = f"for {{}} in {_article(NAMES[self._plan[5]])}" if self._plan else "for {} at a barrier"
-        wait = Backoff(self.peers, self.timeout, lambda: (self._missing(count), what))
-        while self._lines[line] < count:
-            wait()
-
-    def _missing(self, count: int) -> list[int]:
-        return [line // _LINE for line in self._others if self._lines[line] < count]
-
-    def _disagree(self, line: int) -> None:
-        mine, theirs = self.peers.names([self.rank, line // _LINE])
-        other = tuple(self._lines[line + 1 : line + 7])
-        if other[5] == self._plan[5]:
-            raise ValueError(
-                f"rank {mine} brings {_tell(self._plan)} to {_article(NAMES[other[5]])} and rank {theirs} "
-                f"{_tell(other)}: all ranks must bring the same size, type and op"
-            )
-        raise ValueError(
-            f"rank {mine} is in {_article(NAMES[self._plan[5]])} and rank {theirs} in {_article(NAMES[other[5]])}: "
-            "all ranks must call the same collectives in the same order"
+def _compare(mine: int, plan: Plan, theirs: int, other: Plan) -> str:
+    """How the plans of two ranks differ."""
+    if other[5] == plan[5]:
+        return (
+            f"rank {mine} brings {_tell(plan)} to {_name(other)} and rank {theirs} {_tell(other)}: "
+            "all ranks must bring the same size, type and op"
         )
+    return (
+        f"rank {mine} is in {_name(plan)} and rank {theirs} in {_name(other)}: "
+        "all ranks must call the same collectives in the same order"
+    )
 
 
 def _tell(plan: Plan) -> str:
     count, dtype, op, number, _, _ = plan
     where = "from shared_empty" if number else "of its own"
     return f"{count} {str(DTYPES[dtype]).removeprefix('torch.')} {where} for {OPS[op]}"
-
-
-def _article(name: str) -> str:
-    """`an all-reduce`, `a reduce-scatter`, `shared_empty`."""
-    return name if name == "shared_empty" else f"{'an' if name[0] == 'a' else 'a'} {name}"
-
-
-class Arena:
-    """Memory with a slot of `nbytes` for each rank."""
-
-    def __init__(self, memory: memoryview, nbytes: int, ranks: int, number: int = 0) -> None:
-        self.number, self.nbytes, self._memory, self._ranks = number, nbytes, memory, range(ranks)
-
-    @classmethod
-    def share(cls, transport: Transport, nbytes: int, number: int = 0) -> Arena:
-        """A new one, between ranks that are known to share memory. Every rank must call it."""
-        memory = share_memory(transport, transport.size * _pages(nbytes))
-        assert memory is not None
-        return cls(memory, nbytes, transport.size, number)
-
-    def slot(self, rank: int) -> Any:
-        """The bytes of a slot, as an object that can be watched: it goes when the last tensor in it is gone."""
-        return (ctypes.c_char * self.nbytes).from_buffer(self._memory, rank * _pages(self.nbytes))
-
-    def rows(self, offset: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """The same stretch of every slot."""
-        return [tensor_in(self.slot(rank), dtype, count, offset) for rank in self._ranks]
-
-
-def _pages(nbytes: int) -> int:
-    return max(1, -(-nbytes // _PAGE)) * _PAGE
-
-
-def tensor_in(slot: Any, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-    """A tensor in shared memory."""
-    return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
 
 
 class SharedAllReduce:
@@ -149,8 +64,9 @@ class SharedAllReduce:
 
     def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
-        self.table = PlanTable(memory, transport, timeout)
-        self._scratch = Arena(memory[_front(transport.size) :], self.ROOM, transport.size)
+        self.table = PlanTable(memory, self.rank, transport.members, timeout, _name, _compare)
+        self.table.peers.together = transport.peers is not None and transport.peers.together
+        self._scratch = Arena(memory[PlanTable.room(self.size) :], self.ROOM, self.size)
         self._turn = 0  # small tensors use two places in turn
         self._arenas: dict[int, Arena] = {}  # by the address of my slot
         self._made = 0
@@ -162,7 +78,7 @@ class SharedAllReduce:
     @classmethod
     def connect(cls: type[F], transport: Transport, timeout: float = 600.0) -> F | None:
         """Every rank must call it. None if the ranks are not on one host."""
-        memory = share_memory(transport, _front(transport.size) + transport.size * _pages(cls.ROOM))
+        memory = share_memory(transport, PlanTable.room(transport.size) + Arena.room(cls.ROOM, transport.size))
         return None if memory is None else cls(memory, transport, timeout)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -171,7 +87,7 @@ class SharedAllReduce:
         nbytes = count * dtype.itemsize
         self.table.meet((count, DTYPES.index(dtype), 0, 0, 0, NAMES.index("shared_empty")))
         self._made += 1
-        arena = Arena.share(self.transport, nbytes, self._made)
+        arena = Arena(self._share(Arena.room(nbytes, self.size)), nbytes, self.size, self._made)
         slot = arena.slot(self.rank)
         if count:
             start = ctypes.addressof(slot)
@@ -181,9 +97,13 @@ class SharedAllReduce:
 
     def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """One tensor for all ranks: what one writes, all read. Every rank must call it."""
-        memory = share_memory(self.transport, _pages(count * dtype.itemsize))
+        return tensor_in(self._share(pages(count * dtype.itemsize)), dtype, count)
+
+    def _share(self, nbytes: int) -> memoryview:
+        """More memory, between ranks that are known to share it. Every rank must call it."""
+        memory = share_memory(self.transport, nbytes)
         assert memory is not None
-        return tensor_in((ctypes.c_char * len(memory)).from_buffer(memory), dtype, count)
+        return memory
 
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A tensor from `empty`, or a stretch of one, in the slots of all ranks; any other is refused."""
@@ -320,9 +240,4 @@ def reduce_blocks(blocks: list[Block], using: Tools, op: str, spread: bool = Tru
 
 def _region(size: int) -> int:
     """The bytes of a slot that belong to one rank's part."""
-    return CHUNK // size // _PAGE * _PAGE
-
-
-def _front(size: int) -> int:
-    """The bytes in front of the slots: a line and the number of its process for each rank."""
-    return _pages(8 * (_LINE + 1) * size)
+    return CHUNK // size // PAGE * PAGE

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from dlab.kvstore.channels import DEPTH, NOTHING, GradientSlot, Op, Span
+from dlab.kvstore.channels import NOTHING, Span
+from dlab.kvstore.functions import digest_of
+from dlab.kvstore.joining import channels_of, workers
 from dlab.kvstore.optimizers import ServerOptimizer, Updater
 from dlab.kvstore.placement import BIG, Interval, Key, Part, overlap, place
-from dlab.kvstore.server import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, rows_in
-from dlab.kvstore.serving import channels_of, digest_of, workers
+from dlab.kvstore.protocol import AT_ONCE, CODED, DENSE, ROUND, ROWS, SLOT, VALUE, Op, rows_in
 from dlab.kvstore.store import KVStore, add_up
 from dlab.memory.backoff import Backoff
+from dlab.memory.gradient_slot import GradientSlot
 from dlab.processes.worker import context
 from dlab.transports import Recorder, Transport
-
-AT_ONCE = 1  # the bound of a push that waits for nobody
 
 
 class Shelf:
@@ -316,8 +316,8 @@ class DistStore(KVStore):
     def _ask(self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING) -> int:
         """As soon as there is room for one more request; gives the number to wait for."""
         queue = self._channels.queues[server]
-        if queue.posted - queue.served >= DEPTH:
-            self._wait(server, queue.posted - DEPTH + 1, "take its requests")
+        if queue.posted - queue.served >= queue.DEPTH:
+            self._wait(server, queue.posted - queue.DEPTH + 1, "take its requests")
         return self._channels.ask(server, op, part, *numbers, lays=lays, gets=gets)
 
     def _ask_for(self, shelf: Shelf) -> int:

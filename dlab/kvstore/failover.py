@@ -11,7 +11,7 @@ from contextlib import suppress
 import torch
 
 from dlab.collectives import all_gather
-from dlab.kvstore.serving import channels_of
+from dlab.kvstore.joining import channels_of
 from dlab.memory.backoff import Backoff
 from dlab.processes.worker.context import emit, servers
 from dlab.transports import Recorder, Transport

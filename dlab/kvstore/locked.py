@@ -12,15 +12,14 @@ import torch
 
 from dlab.kvstore.optimizers import Recipe, ServerOptimizer
 from dlab.kvstore.placement import Interval, Key
-from dlab.kvstore.versions import Versions
 from dlab.memory.backoff import Backoff, Peers
-from dlab.memory.lock import Lock
-from dlab.processes.between.control import Front
+from dlab.memory.front import Front
+from dlab.memory.locked_page import LockedPage
+from dlab.memory.mapping import pages
+from dlab.memory.tensors import tensor_in
+from dlab.memory.versions import Versions
 from dlab.transports import Transport, share_memory
 from dlab.transports.distributed import for_cpu
-
-_PAGE = 4096
-_VERSION, _STEPS, _MEETING, _PRESENT = range(4)  # numbers that all see; after them a clock for each worker
 
 
 class LockedStore:
@@ -34,20 +33,18 @@ class LockedStore:
     def __init__(self, weights: torch.Tensor, recipe: Recipe, transport: Transport, timeout: float = 600.0) -> None:
         self._transport, self._timeout = transport, timeout
         self._updater = ServerOptimizer(recipe)
-        room = -(-weights.nbytes // _PAGE) * _PAGE
-        begin, tensors = Front.ROOM + _PAGE * (1 + transport.size // 64), transport.size + 1 + self._updater.slots
+        room = pages(weights.nbytes)
+        begin, tensors = Front.ROOM + LockedPage.room(transport.size), transport.size + 1 + self._updater.slots
         memory = share_memory(for_cpu(transport), begin + tensors * room)
         if memory is None:
             raise RuntimeError("workers without a server share memory, so they must be on one host: take servers=1")
-        self._front, page = Front(memory, transport.size), memory[Front.ROOM : begin]
-        self._lock, page = Lock(page), page[Lock.ROOM :]
-        table, page = page[: 8 * (1 + transport.size)].cast("Q"), page[8 * (1 + transport.size) :]
-        self._numbers, self._clocks = page[:32].cast("Q"), page[32 : 32 + 8 * transport.size].cast("Q")
+        self._front = Front(memory, transport.size)
+        self._page = LockedPage(memory[Front.ROOM : begin], transport.size)
 
         def tensor(number: int) -> torch.Tensor:
-            return torch.frombuffer(memory, dtype=weights.dtype, count=len(weights), offset=begin + number * room)
+            return tensor_in(memory, weights.dtype, len(weights), begin + number * room)
 
-        self._versions = Versions(transport.size, table, tensor)
+        self._versions = Versions(transport.size, self._page.table, tensor)
         self._slots = [tensor(transport.size + 1 + number) for number in range(self._updater.slots)]
         self._stored, self._seen, self._staleness = tensor(0), 0, 0
         self._parts: dict[int, tuple[torch.Tensor, ...]] = {}  # of each copy, as gradients come
@@ -55,7 +52,7 @@ class LockedStore:
         self._semaphore.hang()
         self._peers = Peers(self._front.numbers, transport.rank)
         if transport.rank == 0:
-            self._lock.make()
+            self._page.lock.make()
             self._versions[0].copy_(weights)
         self.barrier()
 
@@ -73,7 +70,7 @@ class LockedStore:
         The intervals `left_out`, for which there is no gradient, stay as they are; Adam counts the step all the same.
         """
         rate = self._updater.rate if pieces[0].is_cpu else None
-        with self._lock:
+        with self._page.lock:
             old, new = self._versions.newest, self._versions.next()
             if rate is not None:
                 for before, piece, after in zip(self._cut(old, pieces), pieces, self._cut(new, pieces), strict=True):
@@ -83,16 +80,15 @@ class LockedStore:
                     self._versions[new].copy_(self._versions[old])
                 self._stored.data = self._versions[new]
                 kept = [[each[begin:end].clone() for each in (self._stored, *self._slots)] for begin, end in left_out]
-                self._updater.remember(self._stored, self._slots, self._numbers[_STEPS])
+                self._updater.remember(self._stored, self._slots, self._page.steps)
                 self._updater(key, torch.cat(pieces).cpu(), self._stored)
                 self._updater.write_down(self._stored, self._slots)
                 for (begin, end), tensors in zip(left_out, kept, strict=True):
                     for each, old_values in zip((self._stored, *self._slots), tensors, strict=True):
                         each[begin:end] = old_values
             self._versions.turn_to(new)
-            self._staleness = self._numbers[_VERSION] - self._seen
-            self._numbers[_VERSION] += 1
-            self._numbers[_STEPS] += 1
+            self._staleness = self._page.version - self._seen
+            self._page.count_update()
 
     def _cut(self, number: int, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """A copy, in pieces like these; of each worker they are always the same."""
@@ -102,9 +98,9 @@ class LockedStore:
 
     def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
         """The newest weights, to be read only, until this is called again; for a GPU, they are copied to `own`."""
-        with self._lock:
+        with self._page.lock:
             found = self._versions[self._versions.lend(self._transport.rank)]
-            self._seen = self._numbers[_VERSION]
+            self._seen = self._page.version
         return found if own.is_cpu else own.copy_(found)
 
     def staleness(self, key: Key) -> list[int]:
@@ -113,37 +109,35 @@ class LockedStore:
 
     def meet(self, clock: int) -> list[int]:
         """A barrier of all workers that live, with a number that grows; gives them, the same to all."""
-        self._clocks[self._transport.rank] = clock
+        self._page.clocks.announce(self._transport.rank, clock)
         for semaphore in self._front.semaphores:
             semaphore.post()
 
         def missing() -> list[int]:
-            return [rank for rank in self._peers.alive() if self._clocks[rank] < clock]
+            behind = self._page.clocks.behind(clock)
+            return [rank for rank in self._peers.alive() if rank in behind] if behind else []
 
         wait = Backoff(self._peers, self._timeout, lambda: (missing(), "for {} to meet"), self._semaphore)
         while missing():
             with suppress(ConnectionError):  # who has just died is not waited for
                 wait()
-        with self._lock:
-            if self._numbers[_MEETING] != clock:
-                self._numbers[_MEETING] = clock
-                self._numbers[_PRESENT] = sum(1 << rank for rank in self._peers.alive())
-            present = self._numbers[_PRESENT]
+        with self._page.lock:
+            present = self._page.meet(clock, sum(1 << rank for rank in self._peers.alive()))
         return [rank for rank in range(self._transport.size) if present >> rank & 1]
 
     # checkpoints
 
     def slots(self, key: Key) -> list[tuple[torch.Tensor, int]]:
         """What the optimizer remembers, and after how many steps."""
-        return [(slot.clone(), self._numbers[_STEPS]) for slot in self._slots if self._numbers[_STEPS]]
+        return [(slot.clone(), self._page.steps) for slot in self._slots if self._page.steps]
 
     def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
         """The opposite, with the value; by one worker, while the others wait."""
-        with self._lock:
+        with self._page.lock:
             number = self._versions.next()
             self._versions[number].copy_(value)
             self._versions.turn_to(number)
-            self._numbers[_STEPS] = 0
+            self._page.steps = 0
             for slot, (content, steps) in zip(self._slots, slots, strict=False):  # before the first step there is none
                 slot.copy_(content)
-                self._numbers[_STEPS] = max(1, steps)
+                self._page.steps = max(1, steps)

@@ -1,4 +1,4 @@
-"""Couriers: they carry between hosts what workers and servers lay down for each other.
+"""The relay: threads that carry between hosts what workers and servers lay down for each other.
 
 Every process has a desk of its own, laid out as if all shared it. For each pair of a worker and a server there is a
 thread at both ends in both directions: what is asked here is carried over, laid down at the same place, and asked
@@ -17,9 +17,12 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from dlab.kvstore.channels import NOTHING, Channels, Op, Queue, Span
+from dlab.kvstore.channels import NOTHING, Channels, Span
+from dlab.kvstore.desk import Desk
+from dlab.kvstore.protocol import Op
 from dlab.memory.backoff import ASK, Peers
-from dlab.processes.between.control import Desk
+from dlab.memory.gradient_slot import PushCount
+from dlab.memory.request_queue import RequestQueue
 
 END = 0  # no more; requests have the numbers of their `Op`
 ANSWER, APPLIED = 1, 2  # the other way: a request is served; pushes are in the weights
@@ -49,7 +52,7 @@ class RelayedChannels(Channels):
         # a group of its own, that carries tensors on the CPU, and never loses backoff with who has nothing to say
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         others = range(servers) if rank < workers else range(workers)
-        self._asked: list[SimpleQueue[tuple[list[int], Queue, Span]]] = [SimpleQueue() for _ in others]
+        self._asked: list[SimpleQueue[tuple[list[int], RequestQueue, Span]]] = [SimpleQueue() for _ in others]
         self._owed: list[deque[tuple[Op, int, Span]]] = [deque() for _ in others]
         self._places: list[dict[int, int]] = [{} for _ in others]  # where they are; pushes applied, as last told
         work = (self._carry_requests, self._bring_answers) if rank < workers else (self._take_in, self._carry_answers)
@@ -109,8 +112,7 @@ class RelayedChannels(Channels):
             kind, *numbers = words
             if kind == APPLIED:
                 offset, applied, staleness, *_ = numbers
-                self.memory[offset : offset + 16].cast("Q")[1] = staleness
-                self.memory[offset : offset + 16].cast("Q")[0] = applied
+                PushCount(self.memory, offset).write(applied, staleness)
             else:
                 reply, *span = numbers[:3]
                 self._fill(server, self._bytes((span[0], span[1])))
@@ -152,7 +154,7 @@ class RelayedChannels(Channels):
 
     def _tell_what_is_applied(self, worker: int) -> None:
         for offset, told in list(self._places[worker].items()):
-            applied, staleness = self.memory[offset : offset + 16].cast("Q")
+            applied, staleness = PushCount(self.memory, offset).read()
             if applied != told:
                 self._places[worker][offset] = applied
                 self._send(worker, [APPLIED, offset, applied, staleness])

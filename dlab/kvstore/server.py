@@ -8,23 +8,22 @@ in `05_parameter_server.ipynb`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from dlab.kvstore.channels import Channels, GradientSlot, Op, Queue, Request
+from dlab.kvstore.channels import Channels
 from dlab.kvstore.compression import Compression, parse_compression
 from dlab.kvstore.optimizers import ServerOptimizer, Updater
 from dlab.kvstore.placement import Interval, Key, overlap
-from dlab.kvstore.versions import Versions
+from dlab.kvstore.protocol import CODED, DENSE, ROUND, ROWS, SLOT, VALUE, Op, rows_in
 from dlab.memory.backoff import ASK, Backoff
-
-DENSE, CODED, ROWS = range(3)  # how a gradient is laid down: as it is, compressed, or some rows of it
-VALUE, SLOT = 3, 4  # no gradients, but the weights themselves, and what the optimizer remembers of them
-ROUND = 0  # the bound of a push that waits for those of all workers; others are applied as they come
+from dlab.memory.gradient_slot import GradientSlot
+from dlab.memory.request_queue import Request, RequestQueue
+from dlab.memory.versions import Versions
 
 
 @dataclass
@@ -99,7 +98,7 @@ class Server:
                 idle()
                 self._look_around()
 
-    def _serve_some(self, worker: int, queue: Queue) -> bool:
+    def _serve_some(self, worker: int, queue: RequestQueue) -> bool:
         """What this worker asks for, as far as it can be answered; was it anything?"""
         while (request := queue.head()) is not None and self._answer(worker, queue, request):
             queue.serve(self._reply)
@@ -141,7 +140,7 @@ class Server:
             return sorted(self._alive - held.laid.keys()), f"for {{}} to push key {held.key!r}"
         return [], "for requests"
 
-    def _answer(self, worker: int, queue: Queue, request: Request) -> bool:
+    def _answer(self, worker: int, queue: RequestQueue, request: Request) -> bool:
         """Do what is asked; False if it cannot be done yet."""
         self._reply = 0
         if request.op == Op.INIT:
@@ -345,15 +344,6 @@ class Server:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def rows_in(
-    place: GradientSlot, rows: int, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where so many rows of a table are laid down: their numbers, and what is in them, flat."""
-    columns = torch.Size(shape[1:]).numel()
-    values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype)
-    return place.raw[: 8 * rows].view(torch.int64), values.view(rows, columns)
 
 
 def read_rows(place: GradientSlot, rows: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,9 +13,9 @@ import torch
 
 from dlab.collectives import all_gather, broadcast
 from dlab.kvstore.compression import Compression, parse_compression
+from dlab.kvstore.joining import workers
 from dlab.kvstore.optimizers import ServerOptimizer, Updater, recipe
 from dlab.kvstore.placement import Key
-from dlab.kvstore.serving import workers
 from dlab.processes.worker.context import transport
 from dlab.reduction import allreduce
 

@@ -10,6 +10,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
+from dlab.memory.fence import fence
 from dlab.memory.semaphore import Semaphore
 from dlab.memory.waits import Wait, name_ranks, tell
 
@@ -21,11 +22,16 @@ Whom = Callable[[], tuple[Sequence[int], str]]  # whom a wait is for, and what: 
 
 
 class Peers:
-    """Who the other ranks are, as far as a wait must know: their processes, in memory that all ranks see."""
+    """Who the other ranks are, as far as a wait must know: the numbers of their processes.
+
+    Each rank writes its own number when it is ready, all ranks read all; it is safe because a number is written in one
+    piece, after a fence.
+    """
 
     def __init__(self, numbers: memoryview, rank: int, names: Sequence[int] = ()) -> None:
         self._pids, self.rank = numbers, rank
         self._names = names or range(len(numbers))  # by which others know these ranks: a group has numbers of its own
+        fence()
         self._pids[rank] = os.getpid()
         self.workers: int | None = None  # those after so many are servers; None: there are none
         self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
@@ -63,6 +69,7 @@ class Peers:
 
     def _is_dead(self, rank: int) -> bool:
         pid = self._pids[rank]
+        fence()
         return bool(pid) and _has_ended(pid)
 
 

@@ -15,7 +15,11 @@ _LOOK = 0.05  # seconds, between two looks whether this process was asked to end
 
 
 class Lock:
-    """A mutex of POSIX. It is made by one process, before any other uses it."""
+    """A mutex of POSIX. It is made by one process, before any other uses it.
+
+    Every process writes and reads it, by the functions of libc only; it is safe because these are, and they order
+    what is written under the lock as a fence does.
+    """
 
     ROOM = 64  # bytes
 

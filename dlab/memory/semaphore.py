@@ -21,7 +21,11 @@ class Moment(ctypes.Structure):
 
 
 class Semaphore:
-    """One process's. It is a semaphore of POSIX: a ring that comes before its owner sleeps is not lost."""
+    """One process's. It is a semaphore of POSIX: a ring that comes before its owner sleeps is not lost.
+
+    Its owner initialises it and waits, anybody posts, all by the functions of libc, which writes and reads it; it is
+    safe because these are, and they order what is written before a post as a fence does.
+    """
 
     ROOM = 32  # bytes
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
+from dlab.memory.fence import fence
+
 SLOTS = 4  # of a process: one for its main thread, and some for threads that wait for it
 FRESH = 2.0  # seconds for which a word counts that is said again and again as long as the wait lasts
 
@@ -27,7 +29,11 @@ class Wait(NamedTuple):
 
 
 class Slot:
-    """Where one thread says what it waits for. One process writes, another reads."""
+    """Where one thread says what it waits for.
+
+    That thread writes, the parent reads; it is safe because the end of the wait is written last, after a fence, and
+    who has read a wait looks whether it is still the same.
+    """
 
     ROOM = 512
 
@@ -42,9 +48,11 @@ class Slot:
         if len(text) > len(self._text):
             text = json.dumps([wait.what[:40], [], []]).encode()
         self._times[1] = 0.0
+        fence()
         self._text[: len(text)] = text
         self._length[0] = len(text)
         self._times[0] = wait.since
+        fence()
         self._times[1] = until
 
     def clear(self) -> None:
@@ -53,7 +61,9 @@ class Slot:
 
     def since(self, now: float) -> float:
         """When the wait began that is going on; 0 if there is none. Costs two reads of memory."""
-        return self._times[0] if self._times[1] > now else 0.0
+        goes_on = self._times[1] > now
+        fence()
+        return self._times[0] if goes_on else 0.0
 
     def read(self, now: float) -> Wait | None:
         """The wait that is going on."""
@@ -62,6 +72,7 @@ class Slot:
             what, ranks, pids = json.loads(bytes(self._text[: self._length[0]])) if since else ("", [], [])
         except ValueError:  # it is just being written
             return None
+        fence()
         return Wait(since, what, ranks, pids) if since and self.since(now) == since else None
 
 

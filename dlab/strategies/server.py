@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dlab.kvstore.compression import parse_compression
-from dlab.kvstore.distributed import AT_ONCE, DistStore
+from dlab.kvstore.distributed import DistStore
 from dlab.kvstore.failover import end_together, has_lost_a_server, numbers_of, reconnect, watch_servers
 from dlab.kvstore.locked import LockedStore
 from dlab.kvstore.optimizers import recipe
-from dlab.kvstore.server import ROUND
+from dlab.kvstore.protocol import AT_ONCE, ROUND
 from dlab.models import FlatBuffer
 from dlab.processes.worker.context import knob
 from dlab.processes.worker.tracing import trace

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dlab.memory.backoff import Backoff, Peers
+from dlab.memory.mapping import pages
+from dlab.memory.posted_messages import PostedMessages
 from dlab.transports.base import Transport
 from dlab.transports.shared import share_memory
-
-_LINE = 8  # numbers of 8 bytes in a cache line
-_PAGE = 4096
 
 
 class BroadcastQueue(ABC):
@@ -67,17 +66,13 @@ def open_broadcast_queue(
     transport: Transport, count: int, dtype: torch.dtype, room: int = 32, timeout: float = 600.0
 ) -> BroadcastQueue:
     """Every rank must call it. Memory for messages is only taken when that many lie unread."""
-    message = -(-count * dtype.itemsize // _PAGE) * _PAGE
-    front = -(-8 * (transport.size * _stride(transport.size, room) + transport.size) // _PAGE) * _PAGE
-    memory = share_memory(transport, front + transport.size * (room + 1) * message)
+    front = pages(8 * transport.size)  # the numbers of the ranks' processes
+    memory = share_memory(transport, front + PostedMessages.bytes_for(transport.size, count, dtype, room))
     if memory is not None:
-        return SharedBroadcastQueue(transport, count, dtype, room, memory, front, timeout)
+        peers = Peers(memory[: 8 * transport.size].cast("Q"), transport.rank)
+        posted = PostedMessages(memory[front:], transport.size, count, dtype, room)
+        return SharedBroadcastQueue(transport, posted, peers, count, dtype, room, timeout)
     return DistributedBroadcastQueue(transport, count, dtype, room)
-
-
-def _stride(size: int, room: int) -> int:
-    """The numbers that a rank keeps in the table: how many it has posted, how many it has read of each, and where."""
-    return -(-(1 + size + room) // _LINE) * _LINE
 
 
 class SharedBroadcastQueue(BroadcastQueue):
@@ -86,30 +81,15 @@ class SharedBroadcastQueue(BroadcastQueue):
     def __init__(
         self,
         transport: Transport,
+        posted: PostedMessages,
+        peers: Peers,
         count: int,
         dtype: torch.dtype,
         room: int,
-        memory: memoryview,
-        front: int,
         timeout: float,
     ) -> None:
         super().__init__(transport, count, dtype, room)
-        stride = _stride(self.size, room)
-        self._table = memory[: 8 * self.size * stride].cast("Q")
-        self._peers = Peers(memory[8 * self.size * stride :][: 8 * self.size].cast("Q"), self.rank)
-        self._posted = [rank * stride for rank in range(self.size)]  # places in the table
-        self._read = [[place + 1 + source for source in range(self.size)] for place in self._posted]
-        self._where = [place + 1 + self.size for place in self._posted]
-        bytes_each = -(-count * dtype.itemsize // _PAGE) * _PAGE
-        self._slots = [
-            [
-                torch.frombuffer(
-                    memory, dtype=dtype, count=count, offset=front + (rank * (room + 1) + slot) * bytes_each
-                )
-                for slot in range(room + 1)
-            ]
-            for rank in range(self.size)
-        ]
+        self._posted, self._peers = posted, peers
         self._holding: int | None = None  # whose message was given out last, and is not yet counted as read
         self._awaited: list[int] = []
         self._backoff = Backoff(self._peers, timeout, self._whom)
@@ -117,29 +97,21 @@ class SharedBroadcastQueue(BroadcastQueue):
     def behind(self) -> set[int]:
         """Who has not read so many of my messages, as the counters in shared memory tell."""
         self._put_down()
-        full = self._table[self._posted[self.rank]] - self.room
-        return {other for other in self._readers() if self._table[self._read[other][self.rank]] <= full}
+        return {other for other in self._readers() if self._posted.unread(self.rank, other) >= self.room}
 
     def post(self, message: torch.Tensor) -> None:
-        """Into the first slot that nobody needs any more, so that only as many are used as readers are behind."""
+        """Into a slot that nobody needs any more; ranks that are gone need none."""
         self._put_down()
-        number = self._table[self._posted[self.rank]]
-        oldest = min((self._table[self._read[other][self.rank]] for other in self._readers()), default=number)
-        used = {self._table[self._where[self.rank] + earlier % self.room] for earlier in range(oldest, number)}
-        slot = next(slot for slot in range(self.room + 1) if slot not in used)
-        self._slots[self.rank][slot].copy_(message)
-        self._table[self._where[self.rank] + number % self.room] = slot
-        self._table[self._posted[self.rank]] = number + 1  # last: who sees it sees the message (x86 keeps the order)
+        self._posted.post(self.rank, message, self._readers())
 
     def next(self, source: int) -> torch.Tensor | None:
         """The oldest unread message of a rank, where its sender has put it; nothing is copied."""
         self._put_down()
-        number = self._table[self._read[self.rank][source]]
-        if number >= self._table[self._posted[source]]:
+        if not self._posted.unread(source, self.rank):
             return None
         self._backoff.reset()
         self._holding = source
-        return self._slots[source][self._table[self._where[source] + number % self.room]]
+        return self._posted.oldest(source, self.rank)
 
     def pause(self, others: Collection[int]) -> None:
         """Look, let others work, sleep."""
@@ -153,7 +125,7 @@ class SharedBroadcastQueue(BroadcastQueue):
     def _put_down(self) -> None:
         """The message given out last has been read: its sender may use the place again."""
         if self._holding is not None:
-            self._table[self._read[self.rank][self._holding]] += 1
+            self._posted.mark_as_read(self._holding, self.rank)
             self._holding = None
 
     def _readers(self) -> list[int]:

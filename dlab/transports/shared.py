@@ -6,9 +6,6 @@ Whoever has to wait looks a few times, then lets other ranks have the core, then
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -16,49 +13,15 @@ from collections.abc import Callable
 import torch
 
 from dlab.memory.backoff import Backoff, Peers
+from dlab.memory.fence import has_fence
+from dlab.memory.mapping import host, lines, map_file, new_file
+from dlab.memory.ring import Ring
+from dlab.memory.tensors import bytes_of
 from dlab.transports.base import TensorAndRank, Transport
 from dlab.transports.checked import compare, header
 from dlab.transports.distributed import TorchTransport
 
-RING = 1 << 20  # bytes that fit into a ring; larger messages flow through, in few pieces, for each costs a wait
-_LINE = 64  # head and tail on a cache line each
-_RING_BYTES = 2 * _LINE + RING
 _HEADER = struct.Struct("<QQ")
-
-
-class Ring:
-    """Bytes on their way from one rank to another. `head` counts what was written, `tail` what was read, for ever."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._head = memory[:_LINE].cast("Q")
-        self._tail = memory[_LINE : 2 * _LINE].cast("Q")
-        self._bytes = memory[2 * _LINE :]
-
-    def put(self, source: memoryview) -> int:
-        """Write as much as there is room for; gives how much."""
-        head = self._head[0]
-        count = min(len(source), RING - (head - self._tail[0]))
-        if count:
-            start = head % RING
-            first = min(count, RING - start)
-            self._bytes[start : start + first] = source[:first]
-            if first < count:
-                self._bytes[: count - first] = source[first:count]
-            self._head[0] = head + count  # last: the reader sees whole pieces (x86 keeps the order of stores)
-        return count
-
-    def get(self, target: memoryview) -> int:
-        """Read as much as is there and fits; gives how much."""
-        tail = self._tail[0]
-        count = min(len(target), self._head[0] - tail)
-        if count:
-            start = tail % RING
-            first = min(count, RING - start)
-            target[:first] = self._bytes[start : start + first]
-            if first < count:
-                target[first:count] = self._bytes[: count - first]
-            self._tail[0] = tail + count
-        return count
 
 
 class SharedTransport(Transport):
@@ -69,11 +32,11 @@ class SharedTransport(Transport):
     def __init__(self, memory: memoryview, rank: int, size: int, timeout: float = 600.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.peers = Peers(memory[: 8 * size].cast("Q"), rank)
-        rings = memory[_front(size) :]
+        rings = memory[lines(8 * size) :]
 
         def ring(source: int, destination: int) -> Ring:
-            start = (source * size + destination) * _RING_BYTES
-            return Ring(rings[start : start + _RING_BYTES])
+            start = (source * size + destination) * Ring.ROOM
+            return Ring(rings[start : start + Ring.ROOM])
 
         others = [other for other in range(size) if other != rank]
         self.outgoing = {other: ring(rank, other) for other in others}
@@ -124,21 +87,21 @@ def connect(transport: Transport | None = None, timeout: float = 600.0) -> Trans
     Every rank must call it; without a transport, the default process group of torch.distributed joins them.
     """
     transport = transport or TorchTransport()
-    memory = share_memory(transport, _front(transport.size) + transport.size**2 * _RING_BYTES)
+    memory = share_memory(transport, lines(8 * transport.size) + transport.size**2 * Ring.ROOM)
     return transport if memory is None else SharedTransport(memory, transport.rank, transport.size, timeout)
 
 
 def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
     """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot.
 
-    Every rank must call it. It has no name on disk and goes with the last process that holds it.
+    Every rank must call it. It has no name on disk and goes with the last process that holds it. There is none on a
+    machine that has no fence, which says so.
     """
     message, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1
     if transport.rank == 0:
-        file = os.memfd_create("dlab-shared")
-        os.truncate(file, nbytes)
-        address = f"{_host()} /proc/{os.getpid()}/fd/{file}".encode()
+        file = new_file("dlab-shared", nbytes)
+        address = f"{host()} /proc/{os.getpid()}/fd/{file}".encode() if has_fence() else b""
         message[: len(address)] = torch.tensor(list(address), dtype=torch.uint8)
         others = range(1, transport.size)
         for other in others:
@@ -151,8 +114,8 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
             transport.send(yes, other)
     else:
         transport.recv(message, 0)
-        host, _, place = bytes(message.tolist()).rstrip(b"\0").decode().partition(" ")
-        if host == _host():
+        there, _, place = bytes(message.tolist()).rstrip(b"\0").decode().partition(" ")
+        if there == host() and has_fence():
             try:
                 file = os.open(place, os.O_RDWR)
             except OSError:  # a container may hide one process's files from another
@@ -160,30 +123,10 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
         transport.send(torch.full_like(yes, file >= 0), 0)
         transport.recv(yes, 0)
     try:
-        return memoryview(mmap.mmap(file, nbytes)) if yes else None
+        return map_file(file, nbytes) if yes else None
     finally:
         if file >= 0:
             os.close(file)
-
-
-def _host() -> str:
-    """The same for all processes that see each other's numbers in /proc, and for no others."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        here = f"{file.read()} {os.readlink('/proc/self/ns/pid')}"
-    return hashlib.sha256(here.encode()).hexdigest()
-
-
-def _front(size: int) -> int:
-    """The bytes in front of the rings: the numbers of the ranks' processes."""
-    return -(-8 * size // _LINE) * _LINE
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's content where it lies; hold the tensor as long as you use it."""
-    if not tensor.is_cpu:
-        raise TypeError(f"shared memory carries tensors on the CPU, not on {tensor.device}: call .cpu() first")
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _advance(parts: list[memoryview], move: Callable[[memoryview], int]) -> int:

@@ -11,8 +11,9 @@ from multiprocessing import process
 import torch.multiprocessing
 
 from dlab.processes.between import lifeline, messages
-from dlab.processes.between.control import ControlBlock, Desk
+from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.errors import name_ranks
+from dlab.processes.between.roles import SharedFile
 from dlab.processes.parent import output
 from dlab.processes.parent.forkserver import Popen, run_in_spawner
 from dlab.processes.worker.main import Seat, WorkingDirectory, main
@@ -50,7 +51,7 @@ class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  #
 class WorkerHandle:
     """A worker as the supervisor sees it."""
 
-    def __init__(self, seat: Seat, control: ControlBlock, desk: Desk) -> None:
+    def __init__(self, seat: Seat, control: ControlBlock, desk: SharedFile | None) -> None:
         self.rank = seat.rank
         self.ready = 0  # the last group it has joined
         self.busy = False
@@ -66,7 +67,8 @@ class WorkerHandle:
             self.process.start()
             self.pid: int = self.process.pid  # known also when the process has gone
             with contextlib.suppress(OSError):  # it has died already: its sentinel tells
-                socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, control.file, desk.file])
+                shared = [control.file] if desk is None else [control.file, desk.file]
+                socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, *shared])
                 with messages.Message(0, 0, (WorkingDirectory.here(), seat)) as message:
                     message.send(self.channel)
         finally:

@@ -15,8 +15,9 @@ from itertools import count
 from pathlib import Path
 
 from dlab.processes.between import errors, lifeline, messages
-from dlab.processes.between.control import ControlBlock, Desk
+from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.errors import Report
+from dlab.processes.between.roles import SharedFile
 from dlab.processes.parent import output
 from dlab.processes.parent.forkserver import directory
 from dlab.processes.parent.handle import WorkerHandle
@@ -46,7 +47,7 @@ class WorkerPool:
         seats: list[Seat],
         timeout: float | None,
         control: ControlBlock,
-        desk: Desk,
+        desk: SharedFile | None,
         selector: selectors.BaseSelector,
         answered: Callable[[WorkerHandle, messages.Received], bool],
         died: Callable[[WorkerHandle], bool],

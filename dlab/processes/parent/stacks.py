@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dlab.processes.between import lifeline
+from dlab.processes.between import lifeline, roles
 from dlab.processes.between.errors import name_ranks
 
 ANSWER_SECONDS = 1.0  # a process that is not stopped answers within milliseconds, unless the machine is very busy
@@ -25,12 +25,11 @@ _COLLECTIVE = re.compile(r"torch[/\\]distributed[/\\]distributed_c10d\.py$")
 _IN_TORCH = re.compile(r"torch[/\\](distributed[/\\].*|nn[/\\]parallel[/\\]distributed|autograd[/\\]graph|_ops)\.py$")
 # dlab's own waits; each looks again and again, so that the innermost frame may be anything that a look calls
 _OURS = re.compile(
-    r"(memory|transports)[/\\]\w+\.py:"
-    r"|collectives[/\\](shared_allreduce\.py:(meet|_wait_for)|buckets\.py:finish)$"
+    r"(memory[/\\](backoff|lock|plan_table|semaphore|waits)|transports[/\\]\w+)\.py:"
+    r"|collectives[/\\]buckets\.py:finish$"
     r"|kvstore[/\\](distributed\.py:_wait_for|locked\.py:meet)$"
     r"|strategies[/\\]asynchronous\.py:(_post|settle)$"
 )
-_SERVER = re.compile(r"kvstore[/\\]server\.py$")
 _DELAY = (os.path.join(_HERE, "worker", "context.py"), "log")
 _OF_OTHERS = re.compile(r"backend[/\\]works\.py$")  # waits for a thread that waits
 
@@ -119,7 +118,7 @@ def describe(stack: str | None, pid: int) -> Where:
 
 def _serves_nobody(called: list[Frame]) -> bool:
     """Is this a server between two requests, which looks for the next?"""
-    names = [name for file, _, name in called if _SERVER.search(file)]
+    names = [name for file, _, name in called if file in roles.modules()]
     return "serve" in names and "_answer" not in names
 
 

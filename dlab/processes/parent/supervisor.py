@@ -17,8 +17,8 @@ from typing import Any
 
 from dlab.backend import using
 from dlab.events import Records, encode
-from dlab.processes.between import errors, messages
-from dlab.processes.between.control import ControlBlock, Desk, Knobs
+from dlab.processes.between import errors, messages, roles
+from dlab.processes.between.control import ControlBlock, Knobs
 from dlab.processes.between.errors import Report
 from dlab.processes.parent import output, stacks
 from dlab.processes.parent.forkserver import ServerDied
@@ -44,7 +44,8 @@ class Supervisor(threading.Thread):
         super().__init__(name=f"dlab-supervisor-{ranks}", daemon=True)
         self.ranks, self._process = ranks, os.getpid()
         self.control = ControlBlock(ranks + servers)
-        self.desk = Desk(ranks, servers)
+        role = roles.find("server") if servers else None
+        self.desk = role.share(ranks, servers, None) if role is not None else None
         self.failed: str | None = None  # why the cluster cannot be used any more
         self._state: RunState | None = None
         self._watch: Watch | None = None  # over the run under way
@@ -52,7 +53,7 @@ class Supervisor(threading.Thread):
         self.check_process = self._mailbox.check_process
         self._selector = selectors.DefaultSelector()
         self._closing = False
-        seats = [Seat(rank, ranks, servers, backend, plugin, threads) for rank in range(ranks + servers)]
+        seats = [Seat(rank, ranks, servers, backend, plugin, threads, role) for rank in range(ranks + servers)]
         mine = (self._on_answer, self._on_death, self._give_up)
         self._pool = WorkerPool(seats, timeout, self.control, self.desk, self._selector, *mine)
         self._everybody = range(len(seats))
@@ -78,7 +79,8 @@ class Supervisor(threading.Thread):
             self.control.write(Knobs(run.knobs, run.factors))
             for rank, seconds in run.delays.items():
                 self.control.delays[rank] = float(seconds)
-            self.desk.clear()
+            if self.desk is not None:
+                self.desk.clear()
             run.cell.claim_thread()
             self._state = RunState(run, again)
             self._watch = Watch(self._state, self.control, self.workers)
@@ -210,7 +212,8 @@ class Supervisor(threading.Thread):
         self._mailbox.close()
         self._selector.close()
         os.close(self.control.file)
-        os.close(self.desk.file)
+        if self.desk is not None:
+            os.close(self.desk.file)
         self._pool.came_up.set()
 
     def _may_begin(self) -> bool:
@@ -281,8 +284,8 @@ class Supervisor(threading.Thread):
         if state is None:
             return
         self._collect_events()
-        if state.alone:
-            self.desk.front.end()
+        if state.alone and self.desk is not None:
+            self.desk.end()
         if state.is_about_to_end(time.monotonic()) and state.late and self._watch is not None:
             state.missing = {rank: where.sentence for rank, where in self._watch.missing(state.late).items()}
         for number in state.signals(time.monotonic()):

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dlab.memory.waits import tell_in
-from dlab.processes.between.control import ControlBlock, Desk
+from dlab.processes.between.control import ControlBlock
+from dlab.processes.between.roles import SharedFile
 from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ T = TypeVar("T")
 class Servers(NamedTuple):
     """What joins the workers and the servers of a cluster, as one of them sees it; servers count on after workers."""
 
-    desk: Desk
+    desk: SharedFile
     rank: int
     workers: int
     servers: int
@@ -41,7 +42,7 @@ _kept: dict[Callable[[], Any], Any] = {}
 _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
 
 
-def enter(control: ControlBlock, rank: int, device: torch.device, servers: Servers) -> None:
+def enter(control: ControlBlock, rank: int, device: torch.device, servers: Servers | None) -> None:
     """Called once by the worker."""
     global _control, _ring_rank, _device, _servers
     _control, _ring_rank, _device, _servers = control, rank, device, servers
@@ -70,7 +71,7 @@ def is_worker() -> bool:
 
 def servers() -> Servers | None:
     """The way to the servers of this cluster; None outside a worker, or if there are none."""
-    return _servers if _servers is not None and _servers.servers else None
+    return _servers
 
 
 def rank() -> int:

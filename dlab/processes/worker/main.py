@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -22,8 +21,9 @@ import torch.distributed as dist
 
 from dlab.backend import using
 from dlab.processes.between import lifeline, messages
-from dlab.processes.between.control import ControlBlock, Desk
+from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.errors import Report
+from dlab.processes.between.roles import Role
 from dlab.processes.worker import context, observer
 from dlab.processes.worker.stopping import Stoppable
 
@@ -34,8 +34,6 @@ READY, RESULT, FAILURE = 3, 4, 5
 LEFT = 6  # instead of a result, or after a failure: this rank is no longer in the process group
 
 STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
-
-SERVE = "dlab.kvstore.serving"  # the module whose `serve` a server calls, with what the workers call
 
 namespace: dict[str, Any] = {"__name__": "__workers__", "__builtins__": __builtins__}  # what %%workers cells define
 
@@ -50,6 +48,7 @@ class Seat:
     backend: str
     plugin: using | None  # what makes the backend, if it is not one of torch's own
     threads: int
+    role: Role | None  # of the servers, if there are any
 
     @property
     def serves(self) -> bool:
@@ -100,7 +99,7 @@ def main(channel: socket.socket) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=lambda: lifeline.signal_on_parent_death(signal.SIGKILL))
     _, files, _, _ = socket.recv_fds(channel, 1, 5)
-    if len(files) < 5:
+    if len(files) < 4:
         return  # the parent has gone
     _redirect(files[0], files[1])
     faulthandler.register(WHERE, file=files[2], all_threads=False)
@@ -109,8 +108,7 @@ def main(channel: socket.socket) -> None:
     if greeting is None:
         return
     _, seat = greeting.load(private=True)
-    control, desk = ControlBlock(seat.ranks + seat.servers, files[3]), Desk(seat.ranks, seat.servers, files[4])
-    Worker(seat, channel, control, desk).serve()
+    Worker(seat, channel, ControlBlock(seat.ranks + seat.servers, files[3]), *files[4:]).serve()
 
 
 def _redirect(out: int, err: int) -> None:
@@ -130,7 +128,7 @@ def _open_streams() -> None:
 class Worker:
     """One rank: it answers the parent's messages, one after another."""
 
-    def __init__(self, seat: Seat, channel: socket.socket, control: ControlBlock, desk: Desk) -> None:
+    def __init__(self, seat: Seat, channel: socket.socket, control: ControlBlock, desk: int | None = None) -> None:
         self.seat, self.channel, self.control = seat, channel, control
         self.stoppable = Stoppable()
         self.group: dist.ProcessGroup | None = None
@@ -139,7 +137,11 @@ class Worker:
         if seat.backend == "nccl" and not seat.serves:
             self.device = torch.device("cuda", seat.rank)
             torch.cuda.set_device(self.device)
-        context.enter(control, seat.rank, self.device, context.Servers(desk, seat.rank, seat.ranks, seat.servers))
+        servers = None
+        if seat.role is not None:
+            shared = seat.role.share(seat.ranks, seat.servers, desk)
+            servers = context.Servers(shared, seat.rank, seat.ranks, seat.servers)
+        context.enter(control, seat.rank, self.device, servers)
         if seat.plugin is not None:
             seat.plugin.install(context.emit)
         signal.signal(STOP, self.stoppable.on_signal)
@@ -181,8 +183,8 @@ class Worker:
     def _call(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context.begin()
         _open_streams()  # the function before may have replaced or closed them
-        if self.seat.serves:
-            return importlib.import_module(SERVE).serve(function, args, kwargs)
+        if self.seat.serves and self.seat.role is not None:
+            return self.seat.role.play(function, args, kwargs)
         return function(*args, **kwargs)
 
     def _pack(self, tag: int, number: int, value: Any) -> messages.Message:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dlab.kvstore.versions import Versions
+from dlab.memory.versions import Versions
 
 
 def copies_of(readers):

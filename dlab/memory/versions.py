@@ -21,6 +21,10 @@ class Numbers(Protocol):
 class Versions:
     """There are never more than readers, and one. `make(number)` makes one, once.
 
+    Who updates the weights writes a version and the table, readers read the version that they were lent; it is safe
+    because nobody writes into a version that is lent, and because the table belongs to one process, a server, which
+    answers by a `RequestQueue`, or is guarded by the lock of a `LockedPage`.
+
     The table has one place more than there are readers: which copy is the newest; then, for each reader, one more than
     the number of the copy that it was lent, or 0.
     """
