@@ -75,12 +75,12 @@ def take_share(state, peers):
     return {name: value.chunk(peers.size)[peers.rank] for name, value in state.items()}
 
 
-class ColumnSplit(dlab.SyncSGD):
-    """The first layer is cut over `tp` peers, and such teams average their gradients along `dp`."""
+class ColumnSplit(Strategy):
+    """The first layer is cut over `tp` peers; `step` comes from a strategy that averages along the data group."""
 
     sharded = True
 
-    def __init__(self, tp):
+    def __init__(self, tp=2):
         super().__init__()
         self.tp = tp
 
@@ -113,10 +113,22 @@ class ColumnSplit(dlab.SyncSGD):
         self.optimizer.load_state_dict(states[self.mesh["tp"].rank]["optimizer"])
 
 
+class SplitSync(ColumnSplit, dlab.SyncSGD):
+    pass
+
+
+class SplitAllReduce(ColumnSplit, dlab.AllReduceSGD):
+    pass
+
+
+class SplitZeRO(ColumnSplit, dlab.ZeRO):
+    pass
+
+
+@pytest.mark.parametrize("strategy", [SplitSync, SplitAllReduce, SplitZeRO])
 @pytest.mark.parametrize("order", ["shards", "global"])
-def test_a_layer_cut_over_peers_equals_one_process(four, monkeypatch, order):
-    run = dlab.train(network, data(), ColumnSplit(tp=2), on=four, order=order, **GIVEN)
-    result = run.wait(60)
+def test_a_layer_cut_over_peers_equals_one_process(four, monkeypatch, order, strategy):
+    result = dlab.train(network, data(), strategy(), on=four, order=order, **GIVEN).wait(60)
     right = one_process(2, monkeypatch, order=order)
     assert result.identical
     assert difference(result.model, right) < 1e-12
@@ -126,7 +138,7 @@ def test_a_layer_cut_over_peers_equals_one_process(four, monkeypatch, order):
 
 
 def test_peers_have_the_same_samples_and_random_numbers_and_replicas_others(four):
-    run = dlab.train(with_dropout, data(), ColumnSplit(tp=2), on=four, **GIVEN)
+    run = dlab.train(with_dropout, data(), SplitSync(), on=four, **GIVEN)
     result = run.wait(60)
     logs = [event for event in run.events if event.kind == "log"]
     for key in ("inputs", "seed"):
@@ -143,8 +155,8 @@ def test_peers_have_the_same_samples_and_random_numbers_and_replicas_others(four
 
 def test_what_was_cut_is_saved_whole_and_resumed_by_more_or_fewer_replicas(four, two, tmp_path, monkeypatch):
     given = GIVEN | {"order": "global"}
-    whole = dlab.train(with_dropout, data(), ColumnSplit(2), on=four, checkpoint=tmp_path, every=6, **given).wait(60)
-    again = dlab.train(with_dropout, data(), ColumnSplit(2), on=four, resume=tmp_path / "step-00000006", **given)
+    whole = dlab.train(with_dropout, data(), SplitSync(), on=four, checkpoint=tmp_path, every=6, **given).wait(60)
+    again = dlab.train(with_dropout, data(), SplitSync(), on=four, resume=tmp_path / "step-00000006", **given)
     again = again.wait(60)
     assert difference(whole.model, again.model) == 0
     assert again.losses == pytest.approx(whole.losses, rel=1e-12)
@@ -152,8 +164,8 @@ def test_what_was_cut_is_saved_whole_and_resumed_by_more_or_fewer_replicas(four,
     right = one_process(1, monkeypatch, order="global")
     for one, other in ((four, two), (two, four)):
         folder = tmp_path / f"by {one.workers}"
-        dlab.train(network, data(), ColumnSplit(2), on=one, checkpoint=folder, every=6, **given).wait(60)
-        resumed = dlab.train(network, data(), ColumnSplit(2), on=other, resume=folder / "step-00000006", **given)
+        dlab.train(network, data(), SplitSync(), on=one, checkpoint=folder, every=6, **given).wait(60)
+        resumed = dlab.train(network, data(), SplitSync(), on=other, resume=folder / "step-00000006", **given)
         assert difference(resumed.wait(60).model, right) < 1e-12
 
 
@@ -243,4 +255,4 @@ def test_a_terminal_shows_the_progress_of_a_rank_without_a_loss(two):
 
 def test_nobody_goes_on_without_a_part_of_the_model():
     with pytest.raises(ValueError, match="elastic=True is for SyncSGD and AllReduceSGD; this strategy cannot: a rank"):
-        dlab.train(network, data(), ColumnSplit(tp=2), elastic=True)
+        dlab.train(network, data(), SplitSync(), elastic=True)
