@@ -49,8 +49,8 @@ class Strategy:
     def data_group(self, transport: Transport) -> Transport:
         """The ranks that hold the same part of the model as this one: the data are dealt among them.
 
-        By default all ranks. On a mesh it is one line, `mesh["dp"]`: ranks that have the same rank in their own groups,
-        such as those of a line `mesh["tp"]`, get the same samples and the same random numbers. Sends nothing.
+        By default all ranks. On a mesh it is a line, `mesh["dp"]`. Peers along the other axes have the same rank in
+        their data groups, and so the same samples and the same random numbers, for dropout. Sends nothing.
         """
         return transport
 

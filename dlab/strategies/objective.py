@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss, a mean over samples; in how many pieces to compute a batch; and whether in bfloat16 where it serves."""
+    """The loss, a mean over samples; in how many pieces to compute a batch; and whether to autocast to bfloat16."""
 
     function: Loss
     pieces: int = 1

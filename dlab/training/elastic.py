@@ -61,7 +61,7 @@ def go_on_without_the_dead(trainer: Trainer) -> None:
         trainer.epoch, trainer.step, trainer.steps = state["place"]
     missed = trainer.steps - len(trainer.losses)  # a step that others have finished and I have not
     trainer.losses, trainer.counts = trainer.losses + [0.0] * missed, trainer.counts + [0] * missed
-    trainer.sampler.resplit(trainer.epoch, trainer.step, transport.size)
+    trainer.sampler.resplit(trainer.epoch, trainer.step, trainer.data_group.size)
     if transport.rank == 0:
         print(f"a rank has died: ranks {', '.join(map(str, alive))} go on from step {trainer.steps}")
 
