@@ -49,6 +49,7 @@ _HOME = {
     "ParameterServer": "strategies",
     "SyncSGD": "strategies",
     "VirtualClock": "strategies",
+    "ZeRO": "strategies",
     "Training": "training",
     "evaluate": "training",
     "train": "training",
@@ -98,7 +99,16 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.worker.tracing import watch
     from dlab.reduction import all_gather, all_to_all, allreduce, average_gradients, reduce_scatter, shared_empty
     from dlab.rehearsal import rehearse
-    from dlab.strategies import DDP, AllReduceSGD, AsyncSGD, ModelAveraging, ParameterServer, SyncSGD, VirtualClock
+    from dlab.strategies import (
+        DDP,
+        AllReduceSGD,
+        AsyncSGD,
+        ModelAveraging,
+        ParameterServer,
+        SyncSGD,
+        VirtualClock,
+        ZeRO,
+    )
     from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock
     from dlab.views import GradientFlow, LossCurves, Messages, Staleness, Throughput, Timeline, show_source

@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=run_demo)
 
     train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
-    known = "sync (default), allreduce, sharded, averaging, async, ddp, server, server_async or server_ssp"
+    known = "sync (default), allreduce, zero, averaging, async, ddp, server, server_async or server_ssp"
     train.add_argument("--strategy", default="sync", help=known)
     train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), small_cnn, mlp or two_layer")
     train.add_argument("--workers", type=positive, default=4, help="how many (default: 4); a launcher says it itself")

@@ -343,7 +343,7 @@ def _one_layer():
 STRATEGIES = [
     dlab.SyncSGD(),
     dlab.AllReduceSGD(),
-    dlab.AllReduceSGD(sharded_update=True),
+    dlab.ZeRO(),
     dlab.ModelAveraging(),
     dlab.AsyncSGD(),
     dlab.DDP(),

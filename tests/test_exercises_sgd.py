@@ -193,7 +193,7 @@ def test_synchronous_steps_pass(right):
 
 
 OWN = [dlab.SyncSGD, dlab.AllReduceSGD(), dlab.AllReduceSGD(bucket_mb=1e-4, overlap=False)]
-OWN += [dlab.AllReduceSGD(sharded_update=True)]
+OWN += [dlab.ZeRO()]
 
 
 @pytest.mark.parametrize("own", OWN, ids=str)

@@ -40,7 +40,7 @@ HANGS = (trouble.be_stopped, trouble.hang_in_python, trouble.hang_in_c, trouble.
 STRATEGIES = {
     "sync": dlab.SyncSGD(),
     "all-reduce": dlab.AllReduceSGD(),
-    "sharded update": dlab.AllReduceSGD(sharded_update=True),
+    "ZeRO": dlab.ZeRO(),
     "model averaging": dlab.ModelAveraging(every=2),
     "ddp": dlab.DDP(),
     "async": dlab.AsyncSGD(clock=dlab.VirtualClock(seed=3)),
@@ -49,7 +49,7 @@ STRATEGIES = {
     "server, ssp": dlab.ParameterServer("ssp", staleness=1),
     "lock": dlab.ParameterServer("async", servers=0),
 }
-REPEATABLE = ("sync", "all-reduce", "sharded update", "model averaging", "ddp", "async", "server, sync")
+REPEATABLE = ("sync", "all-reduce", "ZeRO", "model averaging", "ddp", "async", "server, sync")
 FUNCTIONS = ("at the start", "instead of a collective", "at the end", "in an import")
 TRAININGS = ("in a step", "in a checkpoint")
 

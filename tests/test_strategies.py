@@ -68,7 +68,7 @@ SYNCHRONOUS = {
     "sync, tree": dlab.SyncSGD(dlab.collectives.tree_allreduce),
     "all-reduce": dlab.AllReduceSGD(bucket_mb=0.0005),
     "all-reduce, one bucket": dlab.AllReduceSGD(overlap=False),
-    "sharded update": dlab.AllReduceSGD(bucket_mb=0.0005, sharded_update=True),
+    "ZeRO": dlab.ZeRO(bucket_mb=0.0005),
     "DDP": dlab.DDP(),
 }
 
@@ -83,7 +83,7 @@ def test_equals_one_process_on_the_same_global_batches(cluster, name, order):
     assert difference(result.model, plain(cluster.workers, **given)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["sync", "all-reduce", "sharded update", "DDP"])
+@pytest.mark.parametrize("name", ["sync", "all-reduce", "ZeRO", "DDP"])
 @pytest.mark.parametrize("changed", [{"optimizer": adam}, {"accumulate": 3}, {"accumulate": 3, "order": "global"}])
 def test_with_any_optimizer_and_in_pieces(cluster, name, changed):
     given = options(cluster.workers, **changed)
@@ -153,7 +153,7 @@ def test_local_sgd_with_an_outer_optimizer(cluster):
     torch.testing.assert_close(found, common, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["sync", "all-reduce", "sharded update"])
+@pytest.mark.parametrize("name", ["sync", "all-reduce", "ZeRO"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_same_in_a_rehearsal_on_threads(name, ranks):
     given = options(ranks)
@@ -179,7 +179,7 @@ class WithUnused(nn.Module):
 
 
 WITH_UNUSED = {
-    **{name: SYNCHRONOUS[name] for name in ("sync", "all-reduce", "sharded update")},
+    **{name: SYNCHRONOUS[name] for name in ("sync", "all-reduce", "ZeRO")},
     "DDP": dlab.DDP(find_unused_parameters=True),
     "averaging": dlab.ModelAveraging(every=2),
 }

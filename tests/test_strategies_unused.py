@@ -139,11 +139,11 @@ STRATEGIES = {
     "all-reduce": dlab.AllReduceSGD(SMALL),
     "all-reduce, no overlap": dlab.AllReduceSGD(SMALL, overlap=False),
     "all-reduce, one bucket": dlab.AllReduceSGD(),
-    "sharded update": dlab.AllReduceSGD(SMALL, sharded_update=True),
-    "sharded update, one bucket": dlab.AllReduceSGD(sharded_update=True),
+    "ZeRO": dlab.ZeRO(bucket_mb=SMALL),
+    "ZeRO, one bucket": dlab.ZeRO(),
     "DDP": dlab.DDP(find_unused_parameters=True, bucket_cap_mb=SMALL),
 }
-REDUCED = [name for name in STRATEGIES if "reduce" in name or "sharded" in name]
+REDUCED = [name for name in STRATEGIES if "reduce" in name or "ZeRO" in name]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -50,7 +50,7 @@ def even():
 STRATEGIES = {
     "sync": dlab.SyncSGD(),
     "all-reduce": dlab.AllReduceSGD(bucket_mb=0.0005),
-    "sharded update": dlab.AllReduceSGD(bucket_mb=0.0005, sharded_update=True),
+    "ZeRO": dlab.ZeRO(bucket_mb=0.0005),
     "averaging": dlab.ModelAveraging(every=3),
     "DiLoCo": dlab.ModelAveraging(every=3, outer=dlab.strategies.nesterov),
     "asynchronous": dlab.AsyncSGD(dlab.VirtualClock(seed=1, speeds=(1, 2, 3))),
@@ -100,7 +100,7 @@ def test_with_another_number_of_workers(cluster, fewer, tmp_path, name, order):
     ).wait(60)
     assert result.identical
     assert len(result.losses) >= 2 * 53 // BATCH
-    if order == "global" and name in ("sync", "all-reduce", "sharded update", "DDP"):  # nothing was lost
+    if order == "global" and name in ("sync", "all-reduce", "ZeRO", "DDP"):  # nothing was lost
         assert difference(result.model, plain(1, epochs=2, **(given | {"lr": 0.05}))) < 1e-12
 
 

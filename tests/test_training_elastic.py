@@ -38,7 +38,7 @@ def wait_for_step(run, step, rank=0):
     raise AssertionError(f"rank {rank} did not get to step {step}")
 
 
-@pytest.mark.parametrize("strategy", [dlab.SyncSGD(), dlab.AllReduceSGD(), dlab.AllReduceSGD(sharded_update=True)])
+@pytest.mark.parametrize("strategy", [dlab.SyncSGD(), dlab.AllReduceSGD(), dlab.ZeRO()])
 def test_a_synchronous_run_stops_and_names_the_rank(cluster, strategy):
     run = start(cluster, strategy)
     wait_for_step(run, 5)
@@ -140,7 +140,7 @@ def test_a_straggler_holds_up_a_synchronous_run_and_no_asynchronous_one(cluster)
 def test_what_cannot_be_elastic_is_refused():
     for strategy, words in [
         (dlab.DDP(), "cannot"),
-        (dlab.AllReduceSGD(sharded_update=True), "cannot"),
+        (dlab.ZeRO(), "cannot"),
         (dlab.AsyncSGD(), "by itself"),
     ]:
         with pytest.raises(ValueError, match=words):

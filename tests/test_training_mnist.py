@@ -60,8 +60,8 @@ def alone(few_images):
 
 @pytest.mark.parametrize(
     "strategy",
-    [dlab.SyncSGD(), dlab.AllReduceSGD(), dlab.AllReduceSGD(sharded_update=True), dlab.DDP()],
-    ids=["sync", "all-reduce", "sharded update", "DDP"],
+    [dlab.SyncSGD(), dlab.AllReduceSGD(), dlab.ZeRO(), dlab.DDP()],
+    ids=["sync", "all-reduce", "ZeRO", "DDP"],
 )
 def test_each_synchronous_strategy_does_what_one_process_does(cluster, few_images, alone, strategy):
     result = train(cluster, strategy, precise_model, few_images)

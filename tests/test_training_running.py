@@ -114,7 +114,7 @@ def test_trainings_can_race(cluster):
 
 def test_a_strategy_says_what_it_is():
     assert repr(dlab.SyncSGD()) == "SyncSGD(allreduce=ring_allreduce)"
-    assert repr(dlab.AllReduceSGD(bucket_mb=2)) == "AllReduceSGD(bucket_mb=2, overlap=True, sharded_update=False)"
+    assert repr(dlab.AllReduceSGD(bucket_mb=2)) == "AllReduceSGD(bucket_mb=2, overlap=True)"
     assert repr(dlab.AsyncSGD()) == "AsyncSGD(clock=None, room=32)"
     assert repr(dlab.DDP()) == "DDP()"
 
@@ -163,7 +163,7 @@ def test_bad_input_gets_a_sentence_before_any_worker_starts(given, words):
         ({"batch_size": 2}, "a global batch of 2 cannot be cut for 3 workers"),
         ({"order": "random"}, "no order 'random'"),
         (
-            {"strategy": dlab.AllReduceSGD(sharded_update=True), "optimizer": torch.optim.LBFGS},
+            {"strategy": dlab.ZeRO(), "optimizer": torch.optim.LBFGS},
             "LBFGS looks at a whole",
         ),
         ({"model": lambda: nn.Flatten()}, "Flatten has no parameters to train: make its layers in __init__"),

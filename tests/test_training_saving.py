@@ -14,11 +14,11 @@ from test_strategies import data_in_float, difference, network_in_float
 import dlab
 from dlab.kvstore.joining import channels_of
 from dlab.processes.worker.context import is_worker, once
+from dlab.training import loop
 from dlab.training.checkpoints import open_checkpoint
-from dlab.training.loop import Trainer
 
 RANKS, EVERY, STEPS = 4, 5, 15
-METHODS = [(Trainer, "save"), (dlab.ParameterServer, "end"), (Trainer, "result")]  # in which it may happen
+METHODS = [(loop, "save"), (dlab.ParameterServer, "end"), (loop.Trainer, "result")]  # in which it may happen
 _methods = {name: getattr(kind, name) for kind, name in METHODS}
 
 
@@ -92,7 +92,7 @@ SURVIVING = {
     "ssp": dlab.ParameterServer("ssp"),
 }
 MOMENTS = {  # who dies where; and how many ranks the checkpoint after the fifth step has, None if it is not there
-    "before it settles": ({2: ("call", "loop.save_together", 1)}, 3),
+    "before it settles": ({2: ("call", "state.save_together", 1)}, 3),
     "when it has settled": ({2: ("call", "ring.all_gather", 1)}, None),
     "while losses are gathered": ({1: ("call", "shared.move", 2)}, None),
     "before its own file": ({3: ("call", "saving.write", 1)}, None),
@@ -150,7 +150,7 @@ def test_so_does_an_elastic_run(cluster, tmp_path, moment):
 
 
 SERVER_DIES = {
-    "before they settle": (1, "call", "loop.save_together", 1),
+    "before they settle": (1, "call", "state.save_together", 1),
     "before what it remembers is asked for": (0, "call", "distributed.slots", 1),
     "while losses are gathered": (1, "call", "ring.all_gather", 1),
     "while a rank writes": (2, "call", "saving.write_bytes", 1),

@@ -16,7 +16,7 @@ SECONDS = 2.0  # in which a cold worker imports what DDP needs, and has begun to
 STOPPED = {
     "SyncSGD": dlab.SyncSGD(),
     "AllReduceSGD": dlab.AllReduceSGD(),
-    "AllReduceSGD, sharded": dlab.AllReduceSGD(sharded_update=True),
+    "ZeRO": dlab.ZeRO(),
     "ModelAveraging": dlab.ModelAveraging(every=2),
     "AsyncSGD": dlab.AsyncSGD(),
     "ParameterServer, sync": dlab.ParameterServer(mode="sync"),
@@ -25,7 +25,7 @@ STOPPED = {
     "ParameterServer, no server": dlab.ParameterServer(mode="async", servers=0),
     "DDP": dlab.DDP(),
 }
-NEXT = ("SyncSGD", "AllReduceSGD", "AllReduceSGD, sharded", "ModelAveraging", "ParameterServer, sync")  # deterministic
+NEXT = ("SyncSGD", "AllReduceSGD", "ZeRO", "ModelAveraging", "ParameterServer, sync")  # deterministic
 
 
 def network():

@@ -1,4 +1,4 @@
-"""A training step: AllReduceSGD against PyTorch's DDP on gloo, in the same loop and workers; and its telemetry.
+"""A training step: AllReduceSGD and ZeRO against PyTorch's DDP on gloo, in the same loop; and its telemetry.
 
 Global batch 128, float32, on MNIST; every strategy in turn, some steps at a time.
 """
@@ -19,7 +19,7 @@ from dlab.bench.rows import AtMost, Row, faster, row
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.worker import context
 from dlab.processes.worker.context import device, log
-from dlab.strategies import DDP, AllReduceSGD, Strategy
+from dlab.strategies import DDP, AllReduceSGD, Strategy, ZeRO
 from dlab.training.loop import Trainer
 from dlab.training.plan import Training
 
@@ -31,13 +31,13 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
 STRATEGIES: dict[str, Strategy] = {
     "DDP": DDP(),
     "AllReduceSGD": AllReduceSGD(),
-    "with the sharded update": AllReduceSGD(sharded_update=True),
+    "ZeRO stage 1": ZeRO(stage=1),
 }
 TARGETS = {
     ("AllReduceSGD", "MLP"): (1.8, 2.2),
     ("AllReduceSGD", "SimpleCNN"): (1.03, 1.1),
-    ("with the sharded update", "MLP"): (2.2, 3.0),
-    ("with the sharded update", "SimpleCNN"): (1.05, 1.2),
+    ("ZeRO stage 1", "MLP"): (2.2, 3.0),
+    ("ZeRO stage 1", "SimpleCNN"): (1.05, 1.2),
 }
 ROUNDS, WARM_UP = 12, 5
 
@@ -109,7 +109,5 @@ def telemetry(name: str, quick: bool) -> Row:
 
 for _ranks in RANKS:
     for _strategy, _model in TARGETS:
-        _name = (
-            f"a step of {_model}, {_ranks} ranks, AllReduceSGD{'' if _strategy == 'AllReduceSGD' else ' ' + _strategy}"
-        )
-        row(f"{_name}, against DDP")(partial(against_ddp, _ranks, _model, _strategy))
+        _name = f"a step of {_model}, {_ranks} ranks, {_strategy}, against DDP"
+        row(_name)(partial(against_ddp, _ranks, _model, _strategy))

@@ -7,6 +7,7 @@ from dlab.strategies.ddp import DDP
 from dlab.strategies.flat import AllReduceSGD
 from dlab.strategies.server import ParameterServer
 from dlab.strategies.sync import SyncSGD
+from dlab.strategies.zero import ZeRO
 
 __all__ = [
     "DDP",
@@ -17,5 +18,6 @@ __all__ = [
     "Strategy",
     "SyncSGD",
     "VirtualClock",
+    "ZeRO",
     "nesterov",
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +14,8 @@ from torch import nn
 from dlab.models import flatten_gradients
 from dlab.processes.worker.tracing import trace
 from dlab.strategies.base import Stopwatch, Strategy, Told
-from dlab.strategies.reducers import reducer_for
+from dlab.strategies.reducers import Pieces, reducer_for
 from dlab.transports import Transport
-
-# what they do to a weight depends on its neighbours, so a part of the weights cannot be updated alone
-_WHOLE = ("LBFGS", "Muon", "Adafactor")
 
 
 class AllReduceSGD(Strategy):
@@ -27,38 +23,32 @@ class AllReduceSGD(Strategy):
 
     A bucket holds at least `bucket_mb` megabytes. With `overlap` it is reduced as soon as its last gradient is there,
     and those before it are sent, while the backward pass goes on; without, when the pass is over. A parameter that
-    some ranks have not used counts as zeros there; one that no rank has used gets no gradient, as in DDP.
-    `sharded_update=True`: each rank averages and updates only its own part of the weights, which on one host live in
-    shared memory too: the least work, for optimizers that treat every weight by itself. All ranks hold the same bits.
+    some ranks have not used counts as zeros there; one that no rank has used gets no gradient, as in DDP. All ranks
+    hold the same bits.
     """
 
-    def __init__(self, bucket_mb: float = 1.0, overlap: bool = True, sharded_update: bool = False) -> None:
+    def __init__(self, bucket_mb: float = 1.0, overlap: bool = True) -> None:
         if not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
             raise ValueError(f"bucket_mb={bucket_mb!r}: give a size in megabytes, larger than 0")
-        self.bucket_mb, self.overlap, self.sharded_update = bucket_mb, overlap, sharded_update
+        self.bucket_mb, self.overlap = bucket_mb, overlap
 
     @property
     def elastic(self) -> bool:
-        """Unless the optimizer's state is in parts."""
-        return not self.sharded_update
+        """Yes: every rank holds the whole model and the whole optimizer."""
+        return True
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Lay out the gradients, and with `sharded_update` the weights; listen to the backward pass."""
+        """Lay out the gradients, and listen to the backward pass."""
         super().begin(model, optimizer, transport)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._reducer = reducer_for(transport, self._parameters[0].device)
+        self._reducer = reducer_for(self.group, self._parameters[0].device)
         flags = len(self._parameters)
         self._flat = flatten_gradients(model, lambda count, dtype: self._reducer.empty(count, dtype, flags))
         views = [parameter.grad for parameter in self._parameters]
         self._places: dict[torch.Tensor, torch.Tensor] = dict(zip(self._parameters, views, strict=True))  # type: ignore[arg-type]
         self._buckets = self._fill_buckets()
-        spans = self._spans()
-        pieces = [(spans[bucket[-1]][0], spans[bucket[0]][1]) for bucket in self._buckets]
-        self._shards: dict[nn.Parameter, list[torch.Tensor]] = {}  # what the optimizer updates in place of each
-        weights = self._share_weights(spans) if self.sharded_update else None
-        self._reducer.cut(self._flat, weights, pieces, spread=not self.sharded_update)
-        if weights is not None:
-            self._shard_optimizer(weights, spans)
+        self._spans = self._find_spans()
+        self._cut([(self._spans[bucket[-1]][0], self._spans[bucket[0]][1]) for bucket in self._buckets])
         self._bucket_of = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket}
         self._listening = True
         self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._parameters]
@@ -77,13 +67,17 @@ class AllReduceSGD(Strategy):
             size += parameter.numel() * parameter.element_size()
         return buckets
 
-    def _spans(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Where each parameter's gradient is in the flat one."""
+    def _find_spans(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Where each parameter's gradient begins and ends in the flat one."""
         spans, begin = {}, 0
         for parameter in self._parameters:
             spans[parameter] = begin, begin + parameter.numel()
             begin += parameter.numel()
         return spans
+
+    def _cut(self, pieces: Pieces) -> None:
+        """Tell the reducer where the buckets are."""
+        self._reducer.cut(self._flat, None, pieces, spread=True)
 
     # one step
 
@@ -133,10 +127,6 @@ class AllReduceSGD(Strategy):
         trace("reduced", *self._parameters)
         self._forget_round()
         self._update(unused)
-        if self.sharded_update:
-            trace("applied", *self._parameters)  # the optimizer knows only parts of them
-            with watch:
-                self._reducer.publish()
         return {"wait": watch.seconds}
 
     def _fill_with_zeros(self, unused: list[int]) -> None:
@@ -147,12 +137,9 @@ class AllReduceSGD(Strategy):
 
     def _update(self, unused: list[int]) -> None:
         """What no rank has used has no gradient, so that neither momentum nor weight decay moves it."""
-        shards = [shard for number in unused for shard in self._shards.get(self._parameters[number], ())]
-        for each in (*(self._parameters[number] for number in unused), *shards):
-            each.grad = None
+        for number in unused:
+            self._parameters[number].grad = None
         self.optimizer.step()
-        for shard in shards:
-            shard.grad = self._places[shard]
 
     def _forget_round(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
@@ -164,74 +151,4 @@ class AllReduceSGD(Strategy):
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
-            if self.sharded_update:
-                parameter.data = parameter.data.clone()
         super().end()
-
-    # the sharded update
-
-    def _share_weights(self, spans: dict[nn.Parameter, tuple[int, int]]) -> torch.Tensor:
-        """One tensor that holds all weights, of which each parameter is a view."""
-        weights = self._reducer.common(len(self._flat), self._flat.dtype)
-        for parameter, (begin, end) in spans.items():
-            weights[begin:end].copy_(parameter.detach().view(-1))  # the same numbers from every rank
-            parameter.data = weights[begin:end].view_as(parameter)
-        self.transport.barrier()
-        return weights
-
-    def _shard_optimizer(self, weights: torch.Tensor, spans: dict[nn.Parameter, tuple[int, int]]) -> None:
-        """Give the optimizer, in place of whole parameters, the stretches of them that are this rank's."""
-        kind = type(self.optimizer).__name__
-        if kind in _WHOLE:
-            raise ValueError(f"{kind} looks at a whole layer at a time: use it without sharded_update")
-        parts = [self._reducer.part(number) for number in range(len(self._buckets))]
-        starts = [int(part.storage_offset() - self._flat.storage_offset()) for part in parts]
-        mine = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
-
-        self._stretches: list[tuple[int, int]] = []  # in the order in which the optimizer numbers them
-
-        def stretches(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-            for begin, end in mine:
-                begin, end = max(begin, spans[parameter][0]), min(end, spans[parameter][1])
-                if begin < end:
-                    self._stretches.append((begin, end))
-                    stretch = weights[begin:end]
-                    stretch.grad = self._places[stretch] = self._flat[begin:end]
-                    yield stretch
-
-        for group in self.optimizer.param_groups:
-            whole = [parameter for parameter in group["params"] if parameter in spans]
-            self._shards |= {parameter: list(stretches(parameter)) for parameter in whole}
-            group["params"] = [stretch for parameter in whole for stretch in self._shards[parameter]]
-
-    def state(self) -> dict[str, Any]:
-        """With the sharded update each rank has a part of the optimizer's state, of these stretches of the weights."""
-        return {"optimizer": self.optimizer.state_dict(), "spans": self._stretches} if self.sharded_update else {}
-
-    def restore(self, states: list[dict[str, Any]]) -> None:
-        """This rank's part, put together from the parts of all, who may have been more or fewer."""
-        if not self.sharded_update:
-            return
-        groups = self.optimizer.state_dict()["param_groups"]
-        mine: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._stretches))}
-        for state in states:
-            for number, (begin, end) in enumerate(state["spans"]):
-                for name, value in state["optimizer"]["state"].get(number, {}).items():
-                    self._put(mine, name, value, begin, end)
-        hyper = [
-            {**theirs, "params": own["params"]}
-            for theirs, own in zip(states[0]["optimizer"]["param_groups"], groups, strict=True)
-        ]
-        self.optimizer.load_state_dict({"state": {n: each for n, each in mine.items() if each}, "param_groups": hyper})
-
-    def _put(self, mine: dict[int, dict[str, Any]], name: str, value: Any, begin: int, end: int) -> None:
-        """Copy what is known of weights begin to end into the state of those of my stretches that they meet."""
-        for number, (first, last) in enumerate(self._stretches):
-            low, high = max(begin, first), min(end, last)
-            if low >= high:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a number of steps, the same for all
-                mine[number][name] = value
-            else:
-                whole = mine[number].setdefault(name, torch.empty(last - first, dtype=value.dtype))
-                whole[low - first : high - first] = value[low - begin : high - begin]

@@ -42,8 +42,8 @@ class SyncSGD(Strategy):
             parameter.grad = torch.zeros_like(parameter)
         watch = Stopwatch()
         with watch:
-            average_gradients(self.model, self.allreduce, self.transport)
-            drop_unused_by_all(trained, unused, self.transport)
+            average_gradients(self.model, self.allreduce, self.group)
+            drop_unused_by_all(trained, unused, self.group)
         self.optimizer.step()
         return {"wait": watch.seconds}
 

@@ -18,13 +18,13 @@ from dlab.kvstore.serving import share_out
 from dlab.processes.worker import context
 from dlab.processes.worker.context import device, log, servers
 from dlab.strategies import Strategy, SyncSGD
+from dlab.strategies.objective import Loss
 from dlab.training.checkpoints import open_checkpoint
 from dlab.training.checks import check_model, check_momentum, check_rate, check_samples
 from dlab.training.evaluation import Evaluation
 from dlab.training.saving import Folder
 from dlab.transports import Transport
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -84,11 +84,9 @@ class Training:
             raise ValueError(f"every={self.every!r}: give the number of steps between checkpoints, 1 or more")
         if self.every is not None and self.checkpoint is None:
             raise ValueError(f"every={self.every!r} says how often to save: say where, too, by checkpoint=folder")
-        if self.elastic and not self.strategy.elastic:
+        if self.elastic and (self.strategy.sharded or not self.strategy.elastic):
             more = "goes on by itself" if self.strategy.survives else "cannot: a rank alone does not hold all it needs"
-            raise ValueError(
-                f"elastic=True is for SyncSGD and AllReduceSGD without sharded_update; this strategy {more}"
-            )
+            raise ValueError(f"elastic=True is for SyncSGD and AllReduceSGD; this strategy {more}")
         if self.overwrite and self.checkpoint is None:
             raise ValueError("overwrite=True removes the checkpoints in a folder: say which, too, by checkpoint=folder")
         if self.resume is not None:

@@ -27,7 +27,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "sync": strategies.SyncSGD,
     "allreduce": strategies.AllReduceSGD,
-    "sharded": lambda: strategies.AllReduceSGD(sharded_update=True),
+    "zero": strategies.ZeRO,
     "averaging": strategies.ModelAveraging,
     "async": strategies.AsyncSGD,
     "ddp": strategies.DDP,
@@ -78,7 +78,8 @@ def _train_as_rank(training: Training) -> None:
         nonlocal told
         if rank() == 0 and time.monotonic() - told > _SECONDS:
             told = time.monotonic()
-            print(f"step {data['step']}, epoch {data['epoch']}: loss {data['loss']:.3f}", flush=True)
+            loss = f"loss {data['loss']:.3f}" if "loss" in data else "another rank has the loss"
+            print(f"step {data['step']}, epoch {data['epoch']}: {loss}", flush=True)
 
     try:
         result = training(tell=tell)
@@ -108,8 +109,8 @@ def show_progress(run: Run, steps: int, console: object) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as progress:  # type: ignore[arg-type]
-        lines = [progress.add_task(f"rank {rank}", total=steps, loss=float("nan")) for rank in range(run.ranks)]
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:  # type: ignore[arg-type]
+        lines = [progress.add_task(f"rank {rank}", total=steps, loss="") for rank in range(run.ranks)]
         done, place = False, 0
         while not done:
             time.sleep(0.1)
@@ -118,4 +119,5 @@ def show_progress(run: Run, steps: int, console: object) -> None:
             events = (event for records in fresh for event in records.events)
             latest = {event.rank: event.data for event in events if event.kind == "log"}
             for number, data in latest.items():
-                progress.update(lines[number], completed=data["step"] + 1, loss=data["loss"])
+                loss = f"loss {data['loss']:.3f}" if "loss" in data else ""  # which another rank may have
+                progress.update(lines[number], completed=data["step"] + 1, loss=loss)

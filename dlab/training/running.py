@@ -15,8 +15,9 @@ from dlab.data.batches import Samples
 from dlab.processes.parent.cluster import Cluster, cluster
 from dlab.processes.parent.run import Run
 from dlab.strategies import Strategy, SyncSGD
+from dlab.strategies.objective import Loss
 from dlab.training.evaluation import Evaluation
-from dlab.training.plan import Loss, MakeOptimizer, RankResult, Training
+from dlab.training.plan import MakeOptimizer, RankResult, Training
 from dlab.training.saving import Folder
 
 

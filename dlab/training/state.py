@@ -1,0 +1,88 @@
+"""The state of a training: what a checkpoint holds of a trainer, and how a trainer goes on from one.
+
+Rank 0 saves what is the whole training's, under the names of the whole model, and every rank what is its own; so a
+checkpoint can be read by another number of ranks. Taught in `03_sync_sgd.ipynb`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dlab.collectives import all_gather
+from dlab.data.sampler import TrainingSampler
+from dlab.training.checkpoints import Checkpoint
+from dlab.training.saving import save_checkpoint
+
+if TYPE_CHECKING:
+    from dlab.training.loop import Trainer
+
+
+def save(trainer: Trainer) -> None:
+    """A checkpoint, by all ranks together that are still there.
+
+    If one of them dies meanwhile, a strategy that survives it goes on, and the next checkpoint is saved by those who
+    are left. This one is there if the first rank came to its end, and else it is not; nobody asks the others, who may
+    have gone on already.
+    """
+    try:
+        save_together(trainer)
+    except ConnectionError:
+        if trainer.strategy.has_lost_a_server or not trainer.strategy.has_lost_a_rank:
+            raise
+
+
+def save_together(trainer: Trainer) -> None:
+    """The same, if nobody dies."""
+    strategy, folder = trainer.strategy, trainer.folder
+    assert folder is not None
+    strategy.settle()
+    transport = strategy.transport
+    losses, counts = (
+        torch.stack(all_gather(torch.tensor(each, dtype=torch.float64), transport))
+        for each in (trainer.losses, trainer.counts)
+    )
+    total, state = counts.sum(0), strategy.state()
+    common = {
+        "model": strategy.whole_state(),
+        "optimizer": None if "optimizer" in state else trainer.optimizer.state_dict(),
+        "strategy": type(strategy).__name__,
+        "place": [trainer.epoch, trainer.step, trainer.steps],
+        "history": [list(change) for change in trainer.sampler.history],
+        "ranks": trainer.first_ranks,
+        "losses": losses.where(counts > 0, 0.0).mul(counts).sum(0).div(total).tolist(),
+        "counts": total.long().tolist(),
+    }
+    own = {"buffers": dict(trainer.model.named_buffers()), "random": torch.get_rng_state(), "strategy": state}
+    save_checkpoint(folder, trainer.steps, transport, common, own)
+    trainer.saved = trainer.steps
+
+
+def resume(trainer: Trainer, saved: Checkpoint) -> None:
+    """Go on where it was saved; with another number of ranks, what is left of the epoch is dealt anew."""
+    plan, strategy, group = trainer.plan, trainer.strategy, trainer.data_group
+    common, here = saved.common(), type(strategy).__name__
+    if common["strategy"] != here:
+        raise ValueError(f"{saved.folder} was saved by {common['strategy']}: resume it with that, not with {here}")
+    strategy.load_whole_state(common["model"])
+    trainer.epoch, trainer.step, trainer.steps = common["place"]
+    if trainer.transport.rank == 0:
+        trainer.losses, trainer.counts = common["losses"], common["counts"]
+    else:
+        trainer.losses, trainer.counts = [0.0] * trainer.steps, [0] * trainer.steps
+    history, trainer.first_ranks = [tuple(change) for change in common["history"]], common["ranks"]
+    trainer.sampler = TrainingSampler(
+        trainer.data, trainer.first_ranks, plan.batch_size, plan.order, plan.seed, history
+    )
+    states = [saved.own(rank) for rank in range(saved.ranks)]
+    strategy.restore([state["strategy"] for state in states])
+    if common["optimizer"] is not None:  # the same on all ranks
+        trainer.optimizer.load_state_dict(common["optimizer"])
+    if saved.ranks == trainer.transport.size:
+        own = states[trainer.transport.rank]
+        torch.set_rng_state(own["random"])
+        for name, buffer in trainer.model.named_buffers():
+            buffer.copy_(own["buffers"][name])
+    if trainer.sampler.ranks != group.size:
+        trainer.sampler.resplit(trainer.epoch, trainer.step, group.size)
