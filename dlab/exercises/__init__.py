@@ -1,4 +1,4 @@
-"""Checks for the exercises of the notebooks: each says "well done …", or "not yet: …" with the first thing to mend."""
+"""Checks for the exercises in the notebooks. Each says "well done …", or "not yet: …" with the first thing to fix."""
 
 from dlab.exercises.quantising import check_quantiser
 from dlab.exercises.ring import check_ring

@@ -1,4 +1,4 @@
-"""What was made of the gradients if it is not their mean over the ranks: the mistakes in `00_tour.ipynb`'s exercise."""
+"""Recognise what a learner's function made of the gradients, for the exercise of `00_tour.ipynb`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from dlab.exercises.sandbox import join, name_ranks
 
-Gradients = dict[str, Tensor]  # by the names of parameters
-Found = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]  # a rank's gradients and weights afterwards
+Gradients = dict[str, Tensor]  # by parameter name
+Found = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]  # a rank's gradients and weights after the call
 
 
 def tell_wrong(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found], calls: list[str]) -> str | None:
-    """What is wrong with the gradients or weights, by rank; None if every gradient is the mean over the ranks.
+    """Say what is wrong with the gradients or weights; None if every gradient is the mean over the ranks.
 
-    `own` are the gradients and weights that the ranks began with, `calls` the collectives that they have called.
+    `own` holds the gradients and weights that each rank began with, `calls` the collectives that the ranks called.
     """
     if problem := _tell_weights(own, found):
         return problem
@@ -108,7 +108,7 @@ def _tell_all_alike(kind: str, own: list[Gradients], found: list[Gradients]) -> 
 
 
 def _kind(tensor: Tensor, parts: Tensor, rank: int) -> str:
-    """What a rank holds: the mean of the ranks' own gradients of a parameter (`parts`), or what else?"""
+    """Classify what a rank holds, given the ranks' own gradients of a parameter (`parts`): their mean, their sum, …"""
     ranks, mean = len(parts), parts.mean(0)
     candidates = {
         "mean": mean,
@@ -143,14 +143,14 @@ _SENTENCES = {
     "already)",
     "own divided": "every gradient is the rank's own, divided by {n}: the sum over the ranks is missing, or was not "
     "copied back",
-    "added": "the mean was added to the rank's own gradient: put it in the place of that one, with copy_ and not +=",
+    "added": "the mean was added to the rank's own gradient: replace that gradient, with copy_ instead of +=",
     "zero": "every gradient is zero: the mean was lost on its way back into parameter.grad",
     "largest": "the gradients are the largest over the ranks, not the mean: reduce with ReduceOp.SUM",
     "smallest": "the gradients are the smallest over the ranks, not the mean: reduce with ReduceOp.SUM",
-    "own mean": "every gradient is filled with the mean of its own elements: asked for is the mean over the ranks, "
-    "for each element by itself",
-    "mean of all": "every gradient is filled with one number, the mean of all its elements: asked for is the mean over "
-    "the ranks, for each element by itself",
+    "own mean": "every gradient is filled with the mean of its own elements: the exercise asks for the mean over the "
+    "ranks, for each element by itself",
+    "mean of all": "every gradient is filled with one number, the mean of all its elements: the exercise asks for the "
+    "mean over the ranks, for each element by itself",
     "rounded": "the mean is right to two or three digits only: numbers of 16 bits round it. Pack and add the gradients "
     "as they are, in float32",
 }
@@ -164,7 +164,7 @@ def _tell_order(names: list[str]) -> str:
 
 
 def _divisor(found: list[Gradients], means: Gradients) -> float | None:
-    """By what the sum was divided, if it is one number for all ranks and parameters."""
+    """Return the number by which the sum was divided, if it is the same for all ranks and parameters."""
     name = next(iter(means))
     place = int(means[name].abs().argmax())
     share = float(found[0][name].flatten()[place] / means[name].flatten()[place])

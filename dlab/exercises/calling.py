@@ -1,4 +1,4 @@
-"""A learner's function, called once: what it gave, or a sentence that says why it gave nothing."""
+"""Call a learner's function once, and return its result or a sentence that says why there is none."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from dlab.exercises.own import noticing, tell_own
 from dlab.exercises.sandbox import attempt
 
-LIMIT = 10.0  # seconds for one call, which takes a right answer less than one of them
+LIMIT = 10.0  # seconds for one call; a correct answer takes less than one
 _DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (_DLAB, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
 class Unfinished(Exception):
-    """The call came to no answer; the message says why, in words that follow "with 3 ranks,"."""
+    """The call produced no result. The message says why, in words that can follow "with 3 ranks,"."""
 
 
 def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[..., Any], ...], instead: str) -> Any:
-    """What `function(*arguments)` gives; `Unfinished`, if that is nothing to look at.
+    """Return `function(*arguments)`; raise `Unfinished` if it fails, does not end, or returns nothing to look at.
 
-    It may fail or never end, and it must not be dlab's own solution, which is one of `own`: then do `instead`.
+    The function must not call dlab's own solutions, listed in `own`; if it does, the error advises to do `instead`.
     """
     called: list[str] = []
 
@@ -50,7 +50,7 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
 
 
 def tell_error(error: BaseException) -> str:
-    """`KeyError: 'w', in the line …`: the innermost line that the learner has written."""
+    """Describe an error with the innermost line that the learner wrote: `KeyError: 'w', in the line …`."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if frame.line and not frame.filename.startswith(_LIBRARIES)]
     where = f", in the line `{lines[-1]}`" if lines else ""
@@ -59,7 +59,7 @@ def tell_error(error: BaseException) -> str:
 
 
 def tell_unreturned(who: str, stuck: bool, limit: float) -> str:
-    """Of one that has not returned: it still runs, or has ended itself."""
+    """Describe a call that did not return: it is still running, or it ended its own thread."""
     if stuck:
         return f"{who} had not returned after {limit:g} s: look for a loop that does not end"
     return f"{who} called exit(), which ends a whole program: use return"

@@ -19,20 +19,20 @@ from dlab.transports.base import TensorAndRank
 
 Ring = Callable[[torch.Tensor, Transport], object]
 
-# ranks, elements and whether one rank is slow; four ranks first, where the numbers are easy to follow
+# ranks, elements, and whether one rank is slow; four ranks come first, because their numbers are easy to follow
 CASES = [
     *((4, 12, False), (4, 10, False), (4, 12, True)),
     *((1, 5, False), (2, 6, False), (3, 7, False), (5, 3, False), (6, 12, False), (7, 10, False), (3, 0, False)),
 ]
-SLOW_RANK, PAUSE = 1, 0.01  # seconds before each of its messages
-LIMIT = 10.0  # seconds for one case, which takes a right ring some milliseconds
+SLOW_RANK, PAUSE = 1, 0.01  # seconds of delay before each of its messages
+LIMIT = 10.0  # seconds for one case; a correct ring takes a few milliseconds
 OWN = (*(getattr(collectives, name) for name in collectives.__all__), collect_chunks, pass_chunks, allreduce)
 
 
 def check_ring(my_ring: Ring) -> str:
-    """Try `my_ring(tensor, transport)` in rehearsals: "well done …", or "not yet: …" with the first thing to mend.
+    """Try `my_ring(tensor, transport)` in rehearsals: "well done …", or "not yet: …" with the first thing to fix.
 
-    Asked for is the sum, in place, on every rank, and no more messages and bytes than a ring needs.
+    It must leave the sum in the tensor of every rank, with no more messages and bytes than a ring needs.
 
     >>> check_ring(lambda tensor, transport: None)
     'not yet: with 4 ranks and 12 elements, every rank still holds only its own numbers: add what comes in …'
@@ -48,13 +48,13 @@ def check_ring(my_ring: Ring) -> str:
 
 
 class _Watched(Transport):
-    """Sees what a rank sends while it receives; a slow one takes its time before every message."""
+    """Notes what a rank sends while it receives; a slow rank pauses before every message."""
 
     def __init__(self, transport: Transport, pause: float) -> None:
         self._transport, self._pause, self.rank, self.size = transport, pause, transport.rank, transport.size
         self.sent: list[torch.Tensor] = []
-        self.overwrites = False  # has something come in where it would overwrite what goes out?
-        self.partners: tuple[int, int] | None = None  # to whom and from whom, in an exchange that goes on
+        self.overwrites = False  # has an incoming message arrived in memory that is being sent?
+        self.partners: tuple[int, int] | None = None  # destination and source of the exchange in progress
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         time.sleep(self._pause)
@@ -67,14 +67,14 @@ class _Watched(Transport):
         self.partners = None
 
     def barrier(self) -> None:
-        self._transport.barrier()  # not recorded
+        self._transport.barrier()  # barriers are not recorded
 
     def label(self, phase: str, step: int) -> None:
         self._transport.label(phase, step)
 
 
 class _RingTrial:
-    """One rehearsal of a learner's ring: rank r begins with 10**r times 1, 2, 3, … (whole numbers: sums are exact)."""
+    """A rehearsal of a learner's ring. Rank r begins with 10**r times 1, 2, 3, …: whole numbers, so sums are exact."""
 
     def __init__(self, my_ring: Ring, ranks: int, elements: int, slow: bool) -> None:
         self.my_ring, self.ranks, self.elements, self.slow = my_ring, ranks, elements, slow
@@ -82,10 +82,10 @@ class _RingTrial:
         self.sum = torch.stack(self.own).sum(0)
         self.tensors = [tensor.clone() for tensor in self.own]
         self.transports: list[_Watched] = []
-        self.called: list[str] = []  # dlab's own solutions
+        self.called: list[str] = []  # dlab's own solutions that the learner called
 
     def problem(self) -> str | None:
-        """What is wrong, in words that follow "with 4 ranks and 12 elements,"; None if nothing is."""
+        """Return what is wrong, in words that follow "with 4 ranks and 12 elements,", or None."""
         made = attempt(self._work, self.ranks, LIMIT)
         if self.called:
             return _tell_own(self.called)
@@ -167,7 +167,7 @@ class _RingTrial:
         )
 
     def _untouched(self) -> int:
-        """How many elements are everybody's own still, if all others are right."""
+        """Return how many elements every rank left unchanged, if all other elements are right."""
         own = torch.stack([tensor == own for tensor, own in zip(self.tensors, self.own, strict=True)]).all(0)
         right = torch.stack([tensor == self.sum for tensor in self.tensors]).all(0)
         return int(own.sum()) if (own | right).all() else 0
@@ -179,7 +179,7 @@ class _RingTrial:
         for event in played.messages:
             sent[event.rank] += event.data["bytes"]
             destinations[event.rank].add(event.data["destination"])
-        # where chunks differ in size, who sends the larger ones is left to the learner
+        # where the chunks differ in size, the learner may choose which rank sends the larger ones
         even = self.elements % self.ranks == 0
         most = max(range(self.ranks), key=lambda rank: abs(sent[rank] - formula.bytes_per_rank[rank]))
         if sum(sent) < sum(formula.bytes_per_rank):
@@ -223,7 +223,7 @@ def _tell_own(called: list[str]) -> str:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two contiguous tensors have memory in common?"""
+    """Return whether two contiguous tensors share memory."""
     starts, ends = zip(*((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, other)), strict=True)
     return max(starts) < min(ends)
 
