@@ -153,7 +153,7 @@ def test_a_wish_that_fails_is_a_sentence_in_the_panel(cluster):
     with _following(live, run) as thread:
         _eventually(lambda: (0, "returned") in _states(run))
         _find(live.box, "kill").click()
-        _eventually(lambda: live._sentence.value == "rank 0 does not run any more: there is nothing to kill")
+        _eventually(lambda: live._sentence.value == "rank 0 is no longer running: there is nothing to kill")
         assert live._sentence.layout.display is None and thread.is_alive() and not run.done
         _find(live.box, "pause").click()  # it is served, and the sentence is gone
         _eventually(lambda: run.paused and live._sentence.value == "" and live._sentence.layout.display == "none")
