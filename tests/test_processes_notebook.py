@@ -6,7 +6,7 @@ import pytest
 from kernels import Kernel
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-REPLACED = "was still running since this cell ran before: it is stopped, and a new run begins"
+REPLACED = "was still running from this cell's last execution: it was stopped, and a new run begins"
 
 
 @pytest.fixture(scope="module")
