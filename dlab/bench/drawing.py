@@ -13,7 +13,7 @@ from dlab.bench.rows import AtMost, Row, row
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.parent.run import Run
 from dlab.strategies import AllReduceSGD
-from dlab.views.panel import Live, Panel
+from dlab.views.panel import LivePanel, Panel
 
 WORKERS, WINDOW = 4, 1.5  # seconds
 
@@ -39,7 +39,7 @@ def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], 
 
     Without a notebook the panel's messages are made, but not delivered.
     """
-    live = Live(Panel(run), DisplayHandle())
+    live = LivePanel(Panel(run), DisplayHandle())
     live.keep_up(time.monotonic() + WINDOW)  # the first steps are slow
     before = time.thread_time()
     watched, alone = alternate(lambda: _look(live), _look_away, rounds=rounds)
@@ -49,7 +49,7 @@ def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], 
     return [_step(steps, *each) for each in watched], [_step(steps, *each) for each in alone], share
 
 
-def _look(live: Live) -> tuple[float, float]:
+def _look(live: LivePanel) -> tuple[float, float]:
     begin = time.time()
     live.keep_up(time.monotonic() + WINDOW)
     return begin, time.time()

@@ -44,12 +44,12 @@ def dlab_updates(servers: int, batch: int, steps: int) -> float:
 def push_and_pull(servers: int, batch: int, steps: int) -> Moments:
     """Train on the shared weights. Runs in a worker."""
     worker, weights = TrainingWorker(rank(), batch), flat()
-    stretches = FlatBuffer(worker.parameters)
+    buffer = FlatBuffer(worker.parameters)
     kv = open_store(weights) if servers else LockedStore(weights, recipe("sgd", lr=LR), transport())
 
     def step() -> None:
         kv.push_pieces("weights", [gradient.view(-1) for gradient in worker.backward()], AT_ONCE)
-        stretches.view_in(kv.borrow("weights", weights))
+        buffer.view_in(kv.borrow("weights", weights))
 
     for _ in range(WARM_UP):
         step()

@@ -40,14 +40,15 @@ class EpochSampler:
         if order == "global":
             whole = Batches(data, batch_size, seed)
             self.steps = len(whole)
-            self._rows = [_Row(torch.arange(len(data)), whole)]
+            self._rows = [_ShuffledSamples(torch.arange(len(data)), whole)]
         else:
             parts = DataPartitioner(data, [1 / ranks] * ranks, seed)
             sizes = [len(part) for part in torch.arange(batch_size).tensor_split(ranks)]
             shards = [Batches(parts.use(rank), sizes[rank], seed + rank) for rank in range(ranks)]
             self.steps = max(len(shard) for shard in shards)
             self._rows = [
-                _Row(torch.tensor(index), shard) for index, shard in zip(parts.partitions, shards, strict=True)
+                _ShuffledSamples(torch.tensor(index), shard)
+                for index, shard in zip(parts.partitions, shards, strict=True)
             ]
 
     def positions(self, epoch: int, step: int, rank: int) -> Tensor:
@@ -74,7 +75,7 @@ class EpochSampler:
         return torch.cat(list(parts))
 
 
-class _Row:
+class _ShuffledSamples:
     """Samples in a new order each epoch, one batch after another."""
 
     def __init__(self, index: Tensor, batches: Batches) -> None:

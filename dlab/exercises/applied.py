@@ -46,7 +46,7 @@ def _find(parts: torch.Tensor, applied: torch.Tensor, rank: int) -> Applied:
     return Applied("other")
 
 
-def tell_applied(
+def explain_applied(
     applied: dict[tuple[int, str], Applied], ranks: int, talked: bool, late: bool, divisor: Callable[[], float]
 ) -> str:
     """Return a sentence that says what was wrong with the applied gradients and what to do about it.
@@ -58,14 +58,14 @@ def tell_applied(
     if {kind.what for kind in kinds} == {"own", "rank 0"} and len({kind.times for kind in kinds}) == 1:
         kinds = {kind for kind in kinds if kind.what == "rank 0"}  # rank 0's own gradient is the gradient of rank 0
     if len(kinds) > 1:
-        return _tell_unequal(applied, ranks)
+        return _explain_unequal(applied, ranks)
     kind = kinds.pop()
     if kind.times < 0:
         return "the step goes uphill: optimizer.step() subtracts the gradient, so leave its sign as it is"
     if kind.what == "sum":
-        return _tell_sum(kind.times, ranks, divisor)
+        return _explain_sum(kind.times, ranks, divisor)
     if kind == ("own", 1.0):
-        return _tell_own_step(talked, late)
+        return _explain_own_step(talked, late)
     if kind.what == "own":
         scaled = f"divided by {1 / kind.times:.4g}" if kind.times < 1 else f"multiplied by {kind.times:.4g}"
         return f"every rank applies its own gradient, {scaled}: the sum over all ranks must be in parameter.grad"
@@ -79,7 +79,7 @@ def tell_applied(
     )
 
 
-def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
+def _explain_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     if times == 1:
         return (
             f"the step is {ranks} times too long: the gradients are summed over {ranks} ranks and not divided by their "
@@ -99,7 +99,7 @@ def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     )
 
 
-def _tell_own_step(talked: bool, late: bool) -> str:
+def _explain_own_step(talked: bool, late: bool) -> str:
     if late:
         return (
             "every rank takes a step along its own gradient, and averages afterwards: call optimizer.step() last, when "
@@ -116,7 +116,7 @@ def _tell_own_step(talked: bool, late: bool) -> str:
     )
 
 
-def _tell_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
+def _explain_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
     """Explain gradients that differ: does the difference lie between parameters or between ranks?"""
     mean = {key: kind.what == "sum" and abs(kind.times * ranks - 1) < 1e-4 for key, kind in applied.items()}
     names = list(dict.fromkeys(name for _, name in applied))

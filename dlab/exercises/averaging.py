@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlab import collectives
 from dlab.backend import NAME
-from dlab.exercises.averages import Gradients, tell_wrong
+from dlab.exercises.averages import Gradients, explain_wrong
 from dlab.exercises.own import each_call, is_inside_dlab
-from dlab.exercises.sandbox import join, name_ranks, tell_line
+from dlab.exercises.sandbox import describe_line, join, name_ranks
 from dlab.models import SmallCNN
 from dlab.processes.between.errors import Report, WorkerError
 from dlab.processes.parent.cluster import Cluster
@@ -83,9 +83,9 @@ class _AverageTrial:
         found = cluster.run(self, timeout=LIMIT)
         calls, waited, reports = found[0]["calls"], found[0]["waited"], [each["report"] for each in found]
         if any(reports):
-            return self._tell_failure(reports)
+            return self._describe_failure(reports)
         if found[0]["ended"]:
-            return _tell_disagreement(found[0]["ended"])
+            return _explain_disagreement(found[0]["ended"])
         if "average_gradients" in calls:
             return (
                 "this calls dlab's own average_gradients, which sends a message for each parameter: "
@@ -97,9 +97,9 @@ class _AverageTrial:
                 "work = dist.all_reduce(…), and call work.wait() before you use the result"
             )
         own = [self._inputs(rank) for rank in range(cluster.workers)]
-        if problem := tell_wrong(own, [(each["gradients"], each["weights"]) for each in found], calls):
+        if problem := explain_wrong(own, [(each["gradients"], each["weights"]) for each in found], calls):
             return problem
-        return _tell_calls([call for call in calls if call != "barrier"])
+        return _explain_calls([call for call in calls if call != "barrier"])
 
     def _inputs(self, rank: int) -> tuple[Gradients, Gradients]:
         """Return a rank's gradients and weights by parameter name, without touching the notebook's random numbers."""
@@ -112,12 +112,12 @@ class _AverageTrial:
         with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
             return self.network()
 
-    def _tell_failure(self, reports: list[Report | None]) -> str:
+    def _describe_failure(self, reports: list[Report | None]) -> str:
         ranks = [rank for rank, report in enumerate(reports) if report]
         report = next(filter(None, reports))
         frames = [traceback.FrameSummary(*frame) for frame in report.chain[0][0]]
         hint = "; gloo knows ReduceOp.SUM: divide by dlab.world_size() yourself" * ("ReduceOp" in report.message)
-        return f"{name_ranks(ranks)} ended in {report.message}{tell_line(frames, self.__name__)}{hint}"
+        return f"{name_ranks(ranks)} ended in {report.message}{describe_line(frames, self.__name__)}{hint}"
 
     # this part runs in the workers
 
@@ -129,7 +129,7 @@ class _AverageTrial:
             parameter.grad = gradients[name].to(device(), copy=True)
         watched, report = _CollectiveCalls(), None
         try:
-            with watched, each_call(watched.tell, allreduce, average_gradients, *_OWN, builtins=_WAITS):
+            with watched, each_call(watched.note_call, allreduce, average_gradients, *_OWN, builtins=_WAITS):
                 self.average(model)
             watched.meet((RETURNED, []))
         except _Ended:
@@ -178,7 +178,7 @@ class _CollectiveCalls(TorchDispatchMode):
             self.pending = bool(arguments.get("async_op"))
         return func(*args, **(kwargs or {}))
 
-    def tell(self, name: str) -> None:
+    def note_call(self, name: str) -> None:
         """Note a call of one of dlab's own functions, or of a function that waits for a collective."""
         if name in _WAITS:
             self.pending = False
@@ -216,7 +216,7 @@ class _CollectiveCalls(TorchDispatchMode):
         dist.destroy_process_group(self._group)
 
 
-def _tell_disagreement(calls: list[Call]) -> str:
+def _explain_disagreement(calls: list[Call]) -> str:
     """Explain that some ranks wait in a collective that others never call."""
     names = [name for name, _ in calls]
     gone = [rank for rank, name in enumerate(names) if name == RETURNED]
@@ -232,7 +232,7 @@ def _tell_disagreement(calls: list[Call]) -> str:
     return f"rank 0 calls {what[0]}, but rank {other} {what[1]}: all ranks must call the same, with the same sizes"
 
 
-def _tell_calls(calls: list[str]) -> str | None:
+def _explain_calls(calls: list[str]) -> str | None:
     """Explain why a correct mean was not computed by one all-reduce; None if it was."""
     if len(calls) == 1 and calls[0] in _ONCE:
         return None

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import attempt
 
 LIMIT = 10.0  # seconds for one call; a correct answer takes less than one
@@ -36,11 +36,11 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
 
     made = attempt(work, 1, LIMIT)
     if called:
-        raise Unfinished(tell_own(called, instead))
+        raise Unfinished(explain_own(called, instead))
     if made.failed:
-        raise Unfinished(f"it ended in {tell_error(made.failed[0])}") from made.failed[0]
+        raise Unfinished(f"it ended in {describe_error(made.failed[0])}") from made.failed[0]
     if made.rehearsal is None:
-        raise Unfinished(tell_unreturned("it", bool(made.stuck), LIMIT))
+        raise Unfinished(describe_unreturned("it", bool(made.stuck), LIMIT))
     if isinstance(made.rehearsal[0], Iterator):
         kind = type(made.rehearsal[0]).__name__
         raise Unfinished(
@@ -49,7 +49,7 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
     return made.rehearsal[0]
 
 
-def tell_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error with the innermost line that the learner wrote: `KeyError: 'w', in the line …`."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if frame.line and not frame.filename.startswith(_LIBRARIES)]
@@ -58,7 +58,7 @@ def tell_error(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' * bool(said)}{said}{where}"
 
 
-def tell_unreturned(who: str, stuck: bool, limit: float) -> str:
+def describe_unreturned(who: str, stuck: bool, limit: float) -> str:
     """Describe a call that did not return: it is still running, or it ended its own thread."""
     if stuck:
         return f"{who} had not returned after {limit:g} s: look for a loop that does not end"

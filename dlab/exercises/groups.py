@@ -34,7 +34,7 @@ def process_groups() -> Iterator[Callable[[Transport], None]]:
         _here.transport, _here.group = transport, _ThreadGroup(transport)
 
     world, old = c10d._world, context._transport
-    c10d._world, context._transport = _World(world), _Mine()  # type: ignore[assignment]
+    c10d._world, context._transport = _ThreadLocalWorld(world), _ThreadTransportProxy()  # type: ignore[assignment]
     try:
         yield join
     finally:
@@ -64,7 +64,7 @@ class _ThreadGroup(DlabGroup):
     recv = recv_anysource = send  # type: ignore[assignment]
 
 
-class _World(c10d._World):
+class _ThreadLocalWorld(c10d._World):
     """Gives each thread that has joined its own default process group; other threads see the usual one."""
 
     def __init__(self, before: c10d._World) -> None:
@@ -87,7 +87,7 @@ class _World(c10d._World):
         return self._before.pg_map if mine is None else self._before.pg_map | {mine: ("dlab", None)}
 
 
-class _Mine(Transport):
+class _ThreadTransportProxy(Transport):
     """The result of `dlab.transport()`: it passes every call on to the transport of the rank in this thread."""
 
     rank = property(lambda self: _here.transport.rank)

@@ -36,16 +36,16 @@ def noticing(*solutions: Callable[..., Any]) -> Iterator[list[str]]:
 
 @contextmanager
 def each_call(
-    tell: Callable[[str], object], *functions: Callable[..., Any], builtins: Collection[str] = ()
+    report: Callable[[str], object], *functions: Callable[..., Any], builtins: Collection[str] = ()
 ) -> Iterator[None]:
     """Report each call at the moment it is made; `builtins` are the names of functions written in C."""
     names = {id(_code(each)): _function(each).__qualname__ for each in functions}  # copies of a code object are equal
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and (name := names.get(id(frame.f_code))) and _is_outside(frame.f_back):
-            tell(name)
+            report(name)
         elif event == "c_call" and argument.__name__ in builtins:
-            tell(argument.__name__)
+            report(argument.__name__)
 
     before = sys.getprofile()
     sys.setprofile(notice)
@@ -55,7 +55,7 @@ def each_call(
         sys.setprofile(before)
 
 
-def tell_own(called: list[str], instead: str) -> str:
+def explain_own(called: list[str], instead: str) -> str:
     """Return the sentence for it, without a full stop: what was called and what to write instead."""
     return f"this calls dlab's own {called[0]}, which is the answer: {instead}"
 

@@ -10,7 +10,7 @@ import torch
 from dlab import collectives, cost
 from dlab.collectives.ring import collect_chunks, pass_chunks, ring_allreduce
 from dlab.exercises.mistakes import find_mistake
-from dlab.exercises.own import each_call, tell_own
+from dlab.exercises.own import each_call, explain_own
 from dlab.exercises.sandbox import attempt, count, name_ranks
 from dlab.reduction import allreduce
 from dlab.rehearsal import Rehearsal
@@ -47,7 +47,7 @@ def check_ring(my_ring: Ring) -> str:
     )
 
 
-class _Watched(Transport):
+class _ObservedTransport(Transport):
     """Notes what a rank sends while it receives; a slow rank pauses before every message."""
 
     def __init__(self, transport: Transport, pause: float) -> None:
@@ -81,24 +81,24 @@ class _RingTrial:
         self.own = [10.0**rank * torch.arange(1.0, elements + 1) for rank in range(ranks)]
         self.sum = torch.stack(self.own).sum(0)
         self.tensors = [tensor.clone() for tensor in self.own]
-        self.transports: list[_Watched] = []
+        self.transports: list[_ObservedTransport] = []
         self.called: list[str] = []  # dlab's own solutions that the learner called
 
     def problem(self) -> str | None:
         """Return what is wrong, in words that follow "with 4 ranks and 12 elements,", or None."""
         made = attempt(self._work, self.ranks, LIMIT)
         if self.called:
-            return _tell_own(self.called)
+            return _explain_own(self.called)
         if any(each.overwrites for each in self.transports):
             return (
                 "an exchange receives into the memory from which it sends: what comes in may overwrite what has not "
                 "gone out yet. Receive into another chunk, or into torch.empty_like(chunk)"
             )
         if made.deadlock:
-            return self._tell_deadlock(made.deadlock)
+            return self._explain_deadlock(made.deadlock)
         if made.failed:
             hint = "; give the chunk a name: chunk = chunks[i], then chunk += incoming"
-            told = made.tell_failure(getattr(self.my_ring, "__name__", ""))
+            told = made.describe_failure(getattr(self.my_ring, "__name__", ""))
             return told + hint * ("'tuple' object does not support item assignment" in told)
         if made.rehearsal is None:
             return (
@@ -109,12 +109,12 @@ class _RingTrial:
 
     def _work(self, transport: Transport) -> object:
         rank = transport.rank
-        watched = _Watched(transport, PAUSE if self.slow and rank == SLOW_RANK else 0.0)
+        watched = _ObservedTransport(transport, PAUSE if self.slow and rank == SLOW_RANK else 0.0)
         self.transports.append(watched)
         with each_call(self.called.append, *OWN):
             return self.my_ring(self.tensors[rank], watched)
 
-    def _tell_deadlock(self, chain: str) -> str:
+    def _explain_deadlock(self, chain: str) -> str:
         partners = [each.partners for each in self.transports]
         if self.ranks > 2 and all(pair and pair[0] == pair[1] for pair in partners):
             hint = "every rank receives from the neighbour to which it sends; receive from the one on the other side"
@@ -216,9 +216,9 @@ class _RingTrial:
         )
 
 
-def _tell_own(called: list[str]) -> str:
+def _explain_own(called: list[str]) -> str:
     if called[0] in (ring_allreduce.__name__, collect_chunks.__name__, pass_chunks.__name__):
-        return tell_own(called, "write the two rounds yourself, with send, recv or exchange")
+        return explain_own(called, "write the two rounds yourself, with send, recv or exchange")
     return f"this calls dlab's own {called[0]}: do without it, and write the two rounds with send, recv or exchange"
 
 

@@ -22,14 +22,14 @@ class Attempt:
     deadlock: str = ""  # the chain of ranks that wait for each other
     stuck: list[int] = field(default_factory=list)
 
-    def tell_failure(self, name: str) -> str:
+    def describe_failure(self, name: str) -> str:
         """Say which ranks failed and how, with the line of the learner's function in which it happened."""
         error = self.failed[min(self.failed)]
-        where = tell_line(traceback.extract_tb(error.__traceback__), name)
+        where = describe_line(traceback.extract_tb(error.__traceback__), name)
         return f"{name_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
 
 
-def tell_line(frames: list[traceback.FrameSummary], name: str) -> str:
+def describe_line(frames: list[traceback.FrameSummary], name: str) -> str:
     """Return `, in the line `x = 1 / 0``: the last line of the named function, or "" if its source is not available."""
     frames = [frame for frame in frames if frame.name == name]
     lines = [frame.line for frame in frames if frame.filename == frames[0].filename]  # torch has names like ours

@@ -57,7 +57,7 @@ def _cases() -> Iterator[tuple[str, Pushes]]:
 
 
 @dataclass
-class _After:
+class _PushOutcome:
     """What the check observes after a push."""
 
     values: Values  # the values of all keys
@@ -73,7 +73,7 @@ class _TrialServer:
 
     def __init__(self, my_update: Callable[..., Any], pushes: Pushes, reuse: bool = True) -> None:
         self.my_update, self.pushes, self.state = my_update, pushes, State()
-        self.seen: list[_After] = []
+        self.seen: list[_PushOutcome] = []
         self.failure = ""  # of the push after those in `seen`
         values = _ones(pushes)
         room = {key: torch.empty_like(value) for key, value in values.items()}  # every gradient is passed here
@@ -86,11 +86,11 @@ class _TrialServer:
             try:
                 returned = call(my_update, key, room[key], handed[key], self.state, own=OWN, instead=INSTEAD)
             except Unfinished as reason:
-                self.failure = _tell(reason, len(self.seen) + 1)
+                self.failure = _describe_failure(reason, len(self.seen) + 1)
                 return
             tensors = list(_tensors(self.state))
             self.seen.append(
-                _After(
+                _PushOutcome(
                     {name: value.clone() for name, value in values.items()},
                     returned,
                     changed=not torch.equal(room[key], gradient),
@@ -103,7 +103,7 @@ class _TrialServer:
     def problem(self, again: bool) -> str | None:
         """Return what is wrong, in words that follow "with one key,", or None; `again`: the first server was right."""
         number = self._first_wrong()
-        return self._tell_wrong(number, again) if number else self.failure or None
+        return self._explain_wrong(number, again) if number else self.failure or None
 
     def _first_wrong(self) -> int:
         for number, after in enumerate(self.seen, start=1):
@@ -124,7 +124,7 @@ class _TrialServer:
             )
         return ""
 
-    def _tell_wrong(self, number: int, again: bool) -> str:
+    def _explain_wrong(self, number: int, again: bool) -> str:
         """Explain the first wrong push, which has this number."""
         after, key = self.seen[number - 1], self.pushes[number - 1][0]
         right = _play(with_momentum, self.pushes, number)
@@ -201,7 +201,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _tell(reason: Unfinished, number: int) -> str:
+def _describe_failure(reason: Unfinished, number: int) -> str:
     """Describe why the call of this push did not return."""
     error = reason.__cause__
     hint = ": state is empty at first" if isinstance(error, KeyError) else ""

@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from dlab.data.batches import take
 from dlab.data.sampler import EpochSampler
-from dlab.exercises.applied import Weights, close, close_tensor, find_applied, tell_applied
-from dlab.exercises.calling import tell_error, tell_unreturned
+from dlab.exercises.applied import Weights, close, close_tensor, explain_applied, find_applied
+from dlab.exercises.calling import describe_error, describe_unreturned
 from dlab.exercises.groups import process_groups
-from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import Attempt, attempt, count, join, name_ranks
 from dlab.reduction import average_gradients
 from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD
@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Note:
+class _StepRecord:
     """What a rank observed during one step of the learner's strategy."""
 
     updates: int = 0  # number of calls of optimizer.step()
@@ -100,19 +100,19 @@ class _StepTrial:
         """Return what is wrong, in words that follow "with 2 ranks and Adam,", or None."""
         made = attempt(self._work, self.ranks, LIMIT)
         if self.own:
-            return tell_own(self.own, INSTEAD)
+            return explain_own(self.own, INSTEAD)
         if made.deadlock:
             return f"there is a {made.deadlock}: every rank must take part in every exchange, in the same order"
         if made.failed:
-            return _tell_failure(made)
+            return _describe_failure(made)
         if made.rehearsal is None:
             who = name_ranks(made.stuck or list(range(self.ranks)))
-            return tell_unreturned(who, bool(made.stuck), LIMIT)
+            return describe_unreturned(who, bool(made.stuck), LIMIT)
         return self._wrong_weights(made.rehearsal)
 
     # training
 
-    def _work(self, transport: Transport) -> list[_Note]:
+    def _work(self, transport: Transport) -> list[_StepRecord]:
         self.enter(transport)
         with noticing(*OWN) as called:
             try:
@@ -120,8 +120,8 @@ class _StepTrial:
             finally:
                 self.own += called
 
-    def _train(self, transport: Transport) -> list[_Note]:
-        model, notes = copy.deepcopy(self.first), list[_Note]()
+    def _train(self, transport: Transport) -> list[_StepRecord]:
+        model, notes = copy.deepcopy(self.first), list[_StepRecord]()
 
         def look(*_: Any) -> None:
             notes[-1].updates += 1
@@ -138,7 +138,7 @@ class _StepTrial:
         for step in range(self.sampler.steps):
             strategy.clear()
             self._backward(module, step, [transport.rank], self.sampler.weight(step, transport.rank))
-            notes.append(_Note())
+            notes.append(_StepRecord())
             _check_told(strategy.step())
             notes[-1].weights, notes[-1].gradients = _weights(model), _gradients(model)
         strategy.end()
@@ -177,7 +177,7 @@ class _StepTrial:
 
     # explaining what is wrong
 
-    def _wrong_weights(self, found: list[list[_Note]]) -> str | None:
+    def _wrong_weights(self, found: list[list[_StepRecord]]) -> str | None:
         wanted = self._one_process()
         for step in range(self.sampler.steps):
             notes = [by_step[step] for by_step in found]  # indexed by rank
@@ -188,16 +188,16 @@ class _StepTrial:
                         f"the weights of rank 0 and {name_ranks(unlike)} differ in their last bits: they would drift "
                         "apart, so let all ranks add up in the same order"
                     )
-            elif (told := _tell_update(notes)) or (step == 0 and self.optimizer == "plain SGD"):
-                return told or self._tell_first_step(notes)
+            elif (told := _explain_update(notes)) or (step == 0 and self.optimizer == "plain SGD"):
+                return told or self._explain_first_step(notes)
             else:
-                return self._tell_later_step(step, [note.weights for note in notes], wanted)
+                return self._explain_later_step(step, [note.weights for note in notes], wanted)
         return None
 
-    def _tell_first_step(self, notes: list[_Note]) -> str:
+    def _explain_first_step(self, notes: list[_StepRecord]) -> str:
         own, start = self._own_gradients(), _weights(self.first)
         mean = {name: torch.stack([each[name] for each in own]).mean(0) for name in start}
-        return tell_applied(
+        return explain_applied(
             find_applied(own, [_applied(start, note) for note in notes]),
             self.ranks,
             talked=any(note.talked for note in notes),
@@ -224,7 +224,7 @@ class _StepTrial:
         kinds = set(find_applied(other._own_gradients(), steps).values())
         return 1 / kinds.pop().times if len(kinds) == 1 else 0.0
 
-    def _tell_later_step(self, step: int, ends: list[Weights], wanted: list[Weights]) -> str:
+    def _explain_later_step(self, step: int, ends: list[Weights], wanted: list[Weights]) -> str:
         averaged = self._models_averaged()[step]
         if self.optimizer == "Adam" and all(close(end, averaged) for end in ends):
             return (
@@ -246,7 +246,7 @@ class _StepTrial:
         )
 
 
-def _tell_update(notes: list[_Note]) -> str | None:
+def _explain_update(notes: list[_StepRecord]) -> str | None:
     """Explain an optimizer that was not called exactly once with gradients present; None if it was."""
     if all(note.cleared for note in notes):
         return (
@@ -267,7 +267,7 @@ def _check_told(told: Any) -> None:
         raise _Refused(f"step() gave {told!r}: let it return the seconds that it waited, {{'wait': 0.0}}")
 
 
-def _tell_failure(made: Attempt) -> str:
+def _describe_failure(made: Attempt) -> str:
     error = made.failed[min(made.failed)]
     if isinstance(error, _Refused):
         return str(error)
@@ -278,7 +278,7 @@ def _tell_failure(made: Attempt) -> str:
             "as 'sum' are for dlab.collectives"
         )
     hint = ": Strategy leaves its step to you" if isinstance(error, NotImplementedError) else ""
-    return f"{who} ended in {tell_error(error)}{hint}"
+    return f"{who} ended in {describe_error(error)}{hint}"
 
 
 def _network(make: torch.Generator) -> nn.Module:
@@ -302,7 +302,7 @@ def _gradients(model: nn.Module) -> Weights:
     }
 
 
-def _applied(start: Weights, note: _Note) -> Weights:
+def _applied(start: Weights, note: _StepRecord) -> Weights:
     return {name: (start[name] - note.weights[name]) / RATE for name in start}
 
 

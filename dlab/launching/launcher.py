@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from dlab.launching.keeper import LOOPBACK, start_keeper
 from dlab.launching.logs import SchedulerLog, open_logs
-from dlab.launching.rank import Rank, describe_end, rank_environment
+from dlab.launching.rank import RankProcess, describe_end, rank_environment
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
@@ -83,7 +83,7 @@ class Launcher:
     def __init__(self, scheduler_log: SchedulerLog, signals: socket.socket) -> None:
         self._scheduler_log, self._signals = scheduler_log, signals
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._living: list[Rank] = []
+        self._living: list[RankProcess] = []
         self._done: list[int] = []  # the ranks that ended with exit code 0
         self._outcome: Outcome | None = None  # set as soon as something is wrong
         self._deadline: float | None = None  # for ranks that were asked to end
@@ -104,9 +104,9 @@ class Launcher:
         store = f"the store on {LOOPBACK}:{port} has pid {self._keeper.pid}"
         self._scheduler_log.write(f"{len(logs)} ranks in {os.getcwd()}: the launcher has pid {os.getpid()}, {store}")
         for number, log in enumerate(logs):
-            rank = Rank(number, command, rank_environment(number, len(logs), port), log)
+            rank = RankProcess(number, command, rank_environment(number, len(logs), port), log)
             self._living.append(rank)
-            self._tell_keeper(f"+{rank.process.pid}")
+            self._notify_keeper(f"+{rank.process.pid}")
             self._watch(rank.process, partial(self._on_end, rank))
             self._selector.register(rank.file, selectors.EVENT_READ, partial(self._on_output, rank))
             self._scheduler_log.write(f"rank {number} started with pid {rank.process.pid}: {shlex.join(command)}")
@@ -135,7 +135,7 @@ class Launcher:
         self._watched.append(file)
         self._selector.register(file, selectors.EVENT_READ, partial(react, file))
 
-    def _tell_keeper(self, text: str) -> None:
+    def _notify_keeper(self, text: str) -> None:
         assert self._keeper is not None and self._keeper.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end will be reported
             self._keeper.stdin.write(f"{text}\n".encode())
@@ -152,17 +152,17 @@ class Launcher:
             for rank in self._living:
                 rank.signal(signal.SIGKILL)
 
-    def _on_output(self, rank: Rank) -> None:
+    def _on_output(self, rank: RankProcess) -> None:
         if rank in self._living:  # its end may have been the previous event
             lines, goes_on = rank.read()
             self._show(rank, lines)
             if not goes_on:
                 self._selector.unregister(rank.file)
 
-    def _on_end(self, rank: Rank, file: int) -> None:
+    def _on_end(self, rank: RankProcess, file: int) -> None:
         self._selector.unregister(file)
         rank.signal(signal.SIGKILL)  # kills the processes that it has left behind
-        self._tell_keeper(f"-{rank.process.pid}")
+        self._notify_keeper(f"-{rank.process.pid}")
         how = describe_end(code := rank.process.wait())
         self._living.remove(rank)
         self._show(rank, rank.read()[0] + rank.flush())
@@ -200,7 +200,7 @@ class Launcher:
         for rank in self._living:
             rank.signal(signal.SIGTERM)
 
-    def _show(self, rank: Rank, lines: list[str]) -> None:
+    def _show(self, rank: RankProcess, lines: list[str]) -> None:
         prefix = self._prefix.format(rank.rank, 1 + rank.rank % 6)
         data = "".join(f"{prefix}{line}\n" for line in lines).encode(errors="replace")
         while data and not self._deaf:

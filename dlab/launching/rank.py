@@ -28,7 +28,7 @@ def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:
     return {**chosen, **os.environ, **{name: str(value) for name, value in numbers.items()}, **ours}
 
 
-class Rank(LineReader):
+class RankProcess(LineReader):
     """One rank: a process that leads its own process group, and its output."""
 
     def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], log: Path | None) -> None:

@@ -43,7 +43,7 @@ def places_of(names: Iterable[str]) -> list[int]:
     return found
 
 
-class Still(NamedTuple):
+class StillPicture(NamedTuple):
     """A picture as HTML with its alt text, and the same picture as base64 of a PNG."""
 
     image: str
@@ -131,7 +131,7 @@ class View(ABC):
         replay = frame(self.parts, self.title) if self.script and not self.empty else ""
         return {"text/html": f"<div>{still.image}</div>{replay}", "image/png": still.png, "text/plain": str(self)}
 
-    def still(self) -> Still:
+    def still(self) -> StillPicture:
         """Draw the current picture for a page without scripts."""
         file, figure = io.BytesIO(), self.figure()
         _lay_on_card(figure)
@@ -140,7 +140,7 @@ class View(ABC):
         FigureCanvasAgg(figure).print_png(file)
         png = base64.b64encode(file.getvalue()).decode()
         missing = f"<div>{html.escape(self.missing)}</div>" if self.missing else ""
-        return Still(f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{png}">{missing}', png)
+        return StillPicture(f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{png}">{missing}', png)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return self.bundle()

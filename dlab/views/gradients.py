@@ -70,7 +70,7 @@ class GradientFlow(View):
             raise ValueError(f"step {step} was not watched: {', '.join(map(str, sorted(self.norms)))} were")
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Add more events."""
+        """Add more norms and stages of watched gradients."""
         if not (arrived := self.take(events)):
             return
         if self._begun is None:

@@ -19,7 +19,7 @@ from matplotlib.path import Path
 from dlab.events import Event
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
-from dlab.views.steps import Step, Steps, Titled, find_chunks
+from dlab.views.steps import Step, Steps, TitledStep, find_chunks
 
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
 _SENT, _MOST = 200, 3000  # numbers of latest steps and messages that go to the browser
@@ -224,7 +224,7 @@ class Messages(View):
         return "\n".join([*lines, *more, self._summary()])
 
 
-def _draw(axes: Axes, titled: Titled, nodes: list[str], reach: float, size: float) -> None:
+def _draw(axes: Axes, titled: TitledStep, nodes: list[str], reach: float, size: float) -> None:
     """Draw ranks and servers on a circle, and an arrow per message with its bytes, in text of about this size."""
     colour = COLOURS[titled.colour % len(COLOURS)]
     axes.set(xlim=(-reach, reach), ylim=(-reach, 1.15 * reach), aspect="equal")
@@ -280,7 +280,7 @@ def _width(words: str) -> int:
     return max(map(len, words.split("\n")))
 
 
-def _reach(shown: list[Titled], ranks: int) -> float:
+def _reach(shown: list[TitledStep], ranks: int) -> float:
     """Return how far pictures must extend sideways so that no text is cut off; a character takes 1/38 of the width."""
     labels = [label for titled in shown for label in _labels(titled.step, ranks)]
     return max([1.45, *(abs(x) / (1 - _width(words) / 38) for x, _, words in labels)])

@@ -30,7 +30,7 @@ from dlab.views.shards import ShardView
 from dlab.views.staleness import Staleness
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
-from dlab.views.widget import Screen
+from dlab.views.widget import ViewWidget
 
 PERIOD = 0.1  # seconds between two frames
 # the share of a core for reading and drawing, since workers may need all cores: a slow frame delays the next one …
@@ -170,7 +170,7 @@ def _show(panel: Panel) -> threading.Thread | None:
     if panel.run.done:
         handle.display(panel.bundle(), raw=True)
         return None
-    live = Live(panel, handle)
+    live = LivePanel(panel, handle)
     handle.display(live.box)
     thread = threading.Thread(target=live.follow, name="dlab-panel", daemon=True)
     panel.run.pictures.append(thread)
@@ -178,13 +178,13 @@ def _show(panel: Panel) -> threading.Thread | None:
     return thread
 
 
-class Live:
+class LivePanel:
     """The widgets of a panel while its run is active, and the loop that updates them."""
 
     def __init__(self, panel: Panel, handle: DisplayHandle) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._screen = Screen(panel.live_parts)
+        self._screen = ViewWidget(panel.live_parts)
         self._title = widgets.Label(panel.title)
         self._controls = panel.controls(panel.run, self._wishes.put)
         self._sentence = widgets.Label(layout={"display": "none"}, style={"text_color": "var(--jp-error-color1, red)"})

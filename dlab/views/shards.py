@@ -40,7 +40,7 @@ class HeldSamples(NamedTuple):
     labels: list[int | str]
 
 
-class Tensor:
+class SlicedTensor:
     """A tensor that is spread over the ranks: its shape, and the slice that each rank holds."""
 
     def __init__(self, name: str, shape: Iterable[int]) -> None:
@@ -89,7 +89,7 @@ class ShardView(View):
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.shards: dict[str, dict[int, HeldSamples]] = {}  # by name of the data set and rank
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, SlicedTensor] = {}
         self._begun: float | None = None
         super().__init__(events)
 
@@ -110,7 +110,7 @@ class ShardView(View):
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 name, shape = data["tensor"], tuple(data["shape"])
                 if name not in self.tensors or self.tensors[name].shape != shape:
-                    self.tensors[name] = Tensor(name, shape)
+                    self.tensors[name] = SlicedTensor(name, shape)
                 piece = tuple((start, stop) for start, stop in data["slice"])
                 self.tensors[name].slices[event.rank] = moment, piece
 
@@ -119,7 +119,7 @@ class ShardView(View):
         """Whether no rank has reported what it holds."""
         return not self.shards and not self.tensors
 
-    def _drawn(self) -> list[Tensor]:
+    def _drawn(self) -> list[SlicedTensor]:
         return [tensor for tensor in self.tensors.values() if tensor.drawable][:_TENSORS]
 
     def figure(self) -> Figure:
@@ -219,7 +219,7 @@ def _shard_lines(name: str, ranks: dict[int, HeldSamples]) -> list[str]:
     return [*lines, f"… {len(rows) - _RANKS} more ranks"] if len(rows) > _RANKS else lines
 
 
-def _slice_lines(tensor: Tensor) -> list[str]:
+def _slice_lines(tensor: SlicedTensor) -> list[str]:
     """Return a line per rank: its slice, and its share of the whole tensor."""
     whole, table = prod(tensor.shape), [[str(tensor), "slice", "elements", "of the whole"]]
     for rank, (_, piece) in sorted(tensor.slices.items())[:_RANKS]:
@@ -285,12 +285,12 @@ def _draw_shards(axes: Axes, name: str, ranks: dict[int, HeldSamples]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _height(tensor: Tensor) -> float:
+def _height(tensor: SlicedTensor) -> float:
     """Return the height of a tensor's picture in inches."""
     return 1.2 if tensor.sides()[0] is None else 2.3
 
 
-def _draw_tensor(axes: Axes, tensor: Tensor) -> None:
+def _draw_tensor(axes: Axes, tensor: SlicedTensor) -> None:
     """Draw the rectangle of the tensor; every slice has a colour and the numbers of the ranks that hold it."""
     down, right = tensor.sides()
     for piece, ranks in tensor.parts():

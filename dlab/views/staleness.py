@@ -58,7 +58,7 @@ class Staleness(View):
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Add more events."""
+        """Count the staleness of the updates in more events."""
         for rank, logged in self.take(events).logged.items():
             if logged.staleness:
                 self.counts.setdefault(rank, Counter()).update(logged.staleness)

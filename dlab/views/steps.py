@@ -50,7 +50,7 @@ class Step:
         return self._table
 
 
-class Titled(NamedTuple):
+class TitledStep(NamedTuple):
     """A step with its title, the number of its colour, and its round in the whole run."""
 
     title: str
@@ -104,7 +104,7 @@ class Steps:
         """Return (phase, step) of all steps."""
         return [(step.phase, step.number) for steps in self._rounds for step in _in_order(steps)]
 
-    def first(self, count: int) -> list[Titled]:
+    def first(self, count: int) -> list[TitledStep]:
         """Return the first `count` steps, or fewer."""
         end = steps = 0
         while end < len(self._rounds) and steps < count:
@@ -112,7 +112,7 @@ class Steps:
             end += 1
         return self._titled(range(end))[:count]
 
-    def last(self, count: int) -> list[Titled]:
+    def last(self, count: int) -> list[TitledStep]:
         """Return the last `count` steps, or fewer."""
         start, steps = len(self._rounds), 0
         while start and steps < count:
@@ -120,7 +120,7 @@ class Steps:
             steps += len(self._rounds[start])
         return self._titled(range(start, len(self._rounds)))[-count:]
 
-    def _titled(self, rounds: range) -> list[Titled]:
+    def _titled(self, rounds: range) -> list[TitledStep]:
         """Return the steps of these rounds."""
         begun = {phase: _began(self._rounds[first])[phase] for phase, first in self._phases.items()}
         colours = sorted(begun, key=lambda phase: (self._phases[phase], begun[phase]))
@@ -129,10 +129,10 @@ class Steps:
             for step in _in_order(self._rounds[number]):
                 name = step.name if step.phase else f"step {number + 1} of {self._unlabelled}"
                 title = f"round {number + 1}, {name}" if step.phase and len(self._rounds) > 1 else name
-                found.append(Titled(title, colours.index(step.phase), number, step))
+                found.append(TitledStep(title, colours.index(step.phase), number, step))
         return found
 
-    def is_complete(self, titled: Titled) -> bool:
+    def is_complete(self, titled: TitledStep) -> bool:
         """Return whether every rank has reported its part; in a live run, some ranks are a round ahead."""
         _, _, number, step = titled
         before = self._rounds[number - 1].get((step.phase, step.number if step.phase else number - 1))

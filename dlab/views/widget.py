@@ -12,7 +12,7 @@ import traitlets
 from dlab.views.page import PagePart, pack, scripts, styles
 
 
-class Screen(anywidget.AnyWidget):
+class ViewWidget(anywidget.AnyWidget):
     """`show(parts)` sends one binary message to every open page; a page that opens later waits for the next message.
 
     The initial parts are stored in the widget itself, so that a page has them at once and the panel does not change
