@@ -1,4 +1,4 @@
-"""The controls of a panel in a real browser: to look on changes nothing, they follow the code, and obey a hand."""
+"""The controls of a panel in a real browser: watching changes nothing; they follow the code and obey the user."""
 
 import pytest
 from kernels import eventually
@@ -169,7 +169,7 @@ def test_a_hand_is_obeyed_exactly_or_told_why_not(notebook):
     handle.focus()
     handle.press("ArrowRight")
     eventually(lambda: notebook.ask("run.knobs.get('third')") == 0.416666666667)
-    panel.get_by_text("'abc' is no value").wait_for(state="hidden")
+    panel.get_by_text("'abc' is not a value").wait_for(state="hidden")
     shows(panel, "third", "0.416666666667")
     handle.press("ArrowLeft")
     eventually(lambda: notebook.ask("run.knobs['third'] == 1 / 3"))

@@ -1,4 +1,4 @@
-"""The MNIST files: damage is noticed, many processes may come first at once, nothing is fetched unasked."""
+"""The MNIST files: damage is noticed, many processes may unpack at once, and nothing is downloaded unless asked."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Dealing data: nothing is lost, nothing is dealt twice, and the same seed deals the same way everywhere."""
+"""Splitting data: nothing is lost or used twice, and the same seed gives the same split everywhere."""
 
 import math
 import random

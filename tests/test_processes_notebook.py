@@ -1,4 +1,4 @@
-"""In a real kernel: a cell that is run again replaces the run that it had started; others hear what is in the way."""
+"""In a real kernel: a cell that is run again replaces its earlier run; other cells are told what is in the way."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Controls for one value: they show it as it is, and nothing but a hand makes them write."""
+"""Controls for one value: they show it as it is, and only the user makes them write."""
 
 from collections import deque
 

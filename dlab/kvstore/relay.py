@@ -1,4 +1,4 @@
-"""Relay requests and answers between workers and servers on different hosts.
+"""The relay: threads that carry between hosts what workers and servers lay down for each other.
 
 Every process has a desk of its own, laid out as if all shared it. For each pair of a worker and a server there is a
 thread at both ends in both directions: what is asked here is carried over, laid down at the same place, and asked

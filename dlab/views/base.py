@@ -97,7 +97,7 @@ class View(ABC):
 
     @property
     def missing(self) -> str:
-        """Say how many events were left out and why: `3 events left out: their loss is no number`; may be empty."""
+        """Say how many events were left out and why: `3 events left out: their loss is not a number`; may be empty."""
         return "; ".join(
             f"{count} event{'s' * (count > 1)} left out: {why if count > 1 else why.replace('their', 'its', 1)}"
             for why, count in self.left_out.items()

@@ -174,7 +174,7 @@ class ShardView(View):
     def sentence(self) -> str:
         """Describe the picture in one sentence."""
         if self.empty:
-            return "Shards: no rank has told what it holds yet."
+            return "Shards: no rank has reported what it holds yet."
         sentences = []
         for name, ranks in self.shards.items():
             counts = ", ".join(f"rank {rank} {shard.samples}" for rank, shard in sorted(ranks.items())[:_RANKS])
@@ -187,7 +187,7 @@ class ShardView(View):
     def text(self) -> str:
         """Return the shards and slices as text for a terminal."""
         if self.empty:
-            return "no rank has told what it holds yet"
+            return "no rank has reported what it holds yet"
         tables = [_shard_lines(name, ranks) for name, ranks in self.shards.items()]
         tables += [_slice_lines(tensor) for tensor in self.tensors.values()]
         return "\n\n".join("\n".join(lines) for lines in tables)

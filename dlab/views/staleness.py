@@ -128,14 +128,14 @@ class Staleness(View):
     def sentence(self) -> str:
         """Describe the picture in one sentence."""
         if self.empty:
-            return "Staleness: no rank has told of an update yet."
+            return "Staleness: no rank has reported an update yet."
         means = "; ".join(f"{row.name} mean {row.mean:.1f}, most {row.most}" for row in self.rows())
         return f"How stale gradients were when they were applied, a histogram per rank: {means}."
 
     def text(self) -> str:
         """Return the histograms as text for a terminal."""
         if self.empty:
-            return "no rank has told of an update yet: dlab.log(staleness=[…])"
+            return "no rank has reported an update yet: dlab.log(staleness=[…])"
         width, shares = self.bars()
         last = width * shares.shape[1] - 1
         table = [(row.name, f"{row.updates}", f"{row.mean:.1f}", f"{row.most}") for row in self.rows()]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, …, as a recorder emits them
+Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, …, as a recorder tells them
 _COLUMNS = ("source", "destination", "bytes", "start", "end", "begin", "count", "of", "low", "high")
 
 

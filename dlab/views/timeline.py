@@ -230,7 +230,7 @@ class Timeline(View):
     def sentence(self) -> str:
         """Describe the picture in one sentence."""
         if self.empty:
-            return "Timeline: no rank has told of its steps yet."
+            return "Timeline: no rank has reported its steps yet."
         lines = "; ".join(" ".join(line.split()) for line in self.text().splitlines())
         first, last = self.window
         return f"What each rank did in the last {last - max(0.0, first):.3g} s: {lines}."
@@ -238,7 +238,7 @@ class Timeline(View):
     def text(self) -> str:
         """Return the shares and remarks as text for a terminal."""
         if self.empty:
-            return "no rank has told of its steps yet: dlab.log(step=…, compute=…, wait=…)"
+            return "no rank has reported its steps yet: dlab.log(step=…, compute=…, wait=…)"
         shares, notes = self.shares(), self.notes()
         width = max(len(self._name(rank)) for rank in self._lanes)
         lines = []

@@ -21,6 +21,7 @@ LATEST = 1e12  # seconds: beyond this a float cannot resolve microseconds
 LARGEST = float(np.finfo(np.float32).max)  # a larger loss counts as infinite: weights and browsers use 32 bits
 _NAME, _SENTENCE = 80, 2000  # characters that are kept
 _PLURAL = {"samples", "norms", "bytes", "ranks", "labels"}
+_PHRASES = {noun: noun for noun in ("text", "numbers by layer")} | {"other rank": "another rank"}  # others take "a"
 
 # logged numbers: the range in which each can be drawn
 LIMITS = {
@@ -42,8 +43,8 @@ class Unusable(Exception):
 
 
 def reason(field: str, noun: str) -> str:
-    """Return the reason, as in `their loss is no number`."""
-    return f"their {field} {'are' if field in _PLURAL else 'is'} no {noun}"
+    """Return the reason, as in `their loss is not a number`."""
+    return f"their {field} {'are' if field in _PLURAL else 'is'} not {_PHRASES.get(noun, f'a {noun}')}"
 
 
 def number(value: Any) -> float | None:
@@ -170,7 +171,7 @@ def _lies_in(spans: list[tuple[int, int]], shape: list[int]) -> bool:
     return len(spans) == len(shape) and all(stop <= size for (_, stop), size in zip(spans, shape, strict=True))
 
 
-_Field = tuple[Callable[[Any], Any], str, bool]  # how it is read, what it must be, and whether it is required
+_Field = tuple[Callable[[Any], Any], str, bool]  # how it is read, what it must be, and whether it must be there
 _FIELDS: dict[str, dict[str, _Field]] = {
     "state": {
         "state": (text, "text", True),

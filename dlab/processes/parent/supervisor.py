@@ -47,7 +47,7 @@ class Supervisor(threading.Thread):
         self.desk = Desk(ranks, servers)
         self.failed: str | None = None  # why the cluster can no longer be used
         self._state: RunState | None = None
-        self._hang_detector: HangDetector | None = None  # watches the current run for hangs
+        self._watch: HangDetector | None = None  # watches the current run for hangs
         self._mailbox = Mailbox()
         self.check_process = self._mailbox.check_process
         self._selector = selectors.DefaultSelector()
@@ -81,7 +81,7 @@ class Supervisor(threading.Thread):
             self.desk.clear()
             run.cell.claim_thread()
             self._state = RunState(run, again)
-            self._hang_detector = HangDetector(self._state, self.control, self.workers)
+            self._watch = HangDetector(self._state, self.control, self.workers)
             for worker in self.workers:
                 with contextlib.suppress(OSError):  # it has just died, which its sentinel reports
                     message.send(worker.channel)
@@ -155,7 +155,7 @@ class Supervisor(threading.Thread):
 
         def look() -> dict[int, stacks.Where]:
             under_way = self._state is not None and self._state.run is run
-            return self._hang_detector.where() if under_way and self._hang_detector is not None else {}
+            return self._watch.where() if under_way and self._watch is not None else {}
 
         return self._mailbox.ask(look)
 
@@ -204,7 +204,7 @@ class Supervisor(threading.Thread):
                 run._error = errors.WorkerError(self.failed, [0])
             run._stopped, run.ended = True, time.time()
             run._results = self._state.results()
-            self._state = self._hang_detector = None
+            self._state = self._watch = None
             run._done.set()
         self.failed = self.failed or "this cluster is closed: make a new one with dlab.Cluster(…)"
         self._mailbox.close()
@@ -283,15 +283,15 @@ class Supervisor(threading.Thread):
         self._collect_events()
         if state.alone:
             self.desk.front.end()
-        if state.is_about_to_end(time.monotonic()) and state.late and self._hang_detector is not None:
-            state.missing = {rank: where.sentence for rank, where in self._hang_detector.missing(state.late).items()}
+        if state.is_about_to_end(time.monotonic()) and state.late and self._watch is not None:
+            state.missing = {rank: where.sentence for rank, where in self._watch.missing(state.late).items()}
         for number in state.signals(time.monotonic()):
             for worker in self._busy():
                 worker.process.send_signal(number)
         if state.over:
             self._land(state)
-        elif self._hang_detector is not None:
-            self._hang_detector.look()
+        elif self._watch is not None:
+            self._watch.look()
 
     def _collect_events(self) -> None:
         if self._state is None:
@@ -308,10 +308,10 @@ class Supervisor(threading.Thread):
         run._results = state.results()
         if not run._stopped:
             run._error = state.verdict()
-        if self._hang_detector is not None:
-            self._hang_detector.end()
+        if self._watch is not None:
+            self._watch.end()
         run.ended = time.time()
-        self._state = self._hang_detector = None
+        self._state = self._watch = None
         run._done.set()
         self._pool.lost = {worker.rank for worker in self.workers if worker.process.exitcode is not None}
         self._replace_lost()

@@ -35,7 +35,7 @@ LEFT = 6  # instead of a result, or after a failure: this rank has left the proc
 
 STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
 
-SERVE = "dlab.kvstore.serving"  # the module whose `serve` runs in a server, with the workers' function
+SERVE = "dlab.kvstore.serving"  # the module whose `serve` a server calls, with what the workers call
 
 namespace: dict[str, Any] = {"__name__": "__workers__", "__builtins__": __builtins__}  # what %%workers cells define
 
