@@ -65,8 +65,8 @@ def signals_as_bytes() -> Iterator[socket.socket]:
     reading, writing = socket.socketpair()
     writing.setblocking(False)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # ignored by nohup
-    handlers = {number: signal.signal(number, lambda *_: None) for number in heeded}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # ignored by nohup
+    handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
     former = signal.set_wakeup_fd(writing.fileno())
     try:
         with reading, writing:
@@ -89,7 +89,7 @@ class Launcher:
         self._deadline: float | None = None  # for ranks that were asked to end
         self._selector = selectors.EpollSelector()  # reports events in the order in which they happened
         self._watched: list[int] = []
-        self._terminal, self._deaf = sys.stdout.fileno(), False
+        self._terminal, self._output_closed = sys.stdout.fileno(), False
         dull = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
         self._prefix = "[{0}] " if dull or not os.isatty(self._terminal) else "\x1b[3{1}m[{0}]\x1b[0m "
 
@@ -203,10 +203,10 @@ class Launcher:
     def _show(self, rank: RankProcess, lines: list[str]) -> None:
         prefix = self._prefix.format(rank.rank, 1 + rank.rank % 6)
         data = "".join(f"{prefix}{line}\n" for line in lines).encode(errors="replace")
-        while data and not self._deaf:
+        while data and not self._output_closed:
             _, writable, _ = select.select([self._signals], [self._terminal], [], 1.0 if self._outcome else None)
             if not writable:
-                self._deaf = self._outcome is not None  # the ranks are about to end, and the output has no reader
+                self._output_closed = self._outcome is not None  # the ranks are ending, and nobody reads
                 return
             try:
                 data = data[os.write(self._terminal, data[: select.PIPE_BUF]) :]

@@ -160,7 +160,7 @@ class Cluster:
         if other is None:
             return
         if not other.cell.is_run_again_by(cell):
-            raise other.in_the_way()
+            raise other.busy_error()
         whole = other.part_of or other
         whole.stop()
         print(f"{whole.name} was still running from this cell's last execution: it was stopped, and a new run begins")

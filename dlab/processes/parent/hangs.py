@@ -19,7 +19,7 @@ from dlab.processes.between.errors import name_ranks
 from dlab.processes.parent import stacks
 from dlab.processes.parent.handle import WorkerHandle
 from dlab.processes.parent.run_state import RunState
-from dlab.processes.parent.stacks import Where, knot
+from dlab.processes.parent.stacks import Where, explain_deadlock
 from dlab.processes.worker.main import WHERE
 
 SECONDS = 5.0  # without progress, before it is called a hang
@@ -35,15 +35,15 @@ class HangDetector:
         self._state, self._run, self._control, self._workers = state, state.run, control, workers
         self._progress: Any = None  # changes when any rank makes progress
         self._told = ""
-        self._begin_anew(time.monotonic())
+        self._reset(time.monotonic())
 
-    def _begin_anew(self, now: float) -> None:
+    def _reset(self, now: float) -> None:
         self._since, self._next = now, now + _FIRST * SECONDS
         self._places: dict[int, Where] | None = None
         self._used: dict[int, float] = {}
         self._looked = now
         if self._told:
-            self._take_back()
+            self._withdraw()
 
     def where(self) -> dict[int, Where]:
         """Return where each rank that has not returned is, and each server that is not idle. Takes at most a second."""
@@ -74,7 +74,7 @@ class HangDetector:
         progress = (len(self._run._history), len(self._state.ended), self._state.revived, sinces)
         if self._run.paused or progress != self._progress:
             self._progress = progress
-            self._begin_anew(now)
+            self._reset(now)
         elif now >= self._next:
             self._look_closely(now)
 
@@ -91,7 +91,7 @@ class HangDetector:
                 same = where == before.get(rank) and self._used[rank] - used.get(rank, 0.0) < limit
                 blocked = blocked and (same or self._waits_itself(rank))
         if not (blocked and idle):
-            self._begin_anew(now)
+            self._reset(now)
         elif before is None:
             self._next = self._since + SECONDS
         else:
@@ -148,7 +148,7 @@ class HangDetector:
         for rank, where in places.items():
             alike.setdefault(where.sentence.removeprefix("waiting "), []).append(rank)
         waits = [f"{self._name(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {how}" for how, ranks in alike.items()]
-        why = knot(places, self._run._ends(places), self._run.ranks)
+        why = explain_deadlock(places, self._run._ends(places), self._run.ranks)
         told = "\n".join([*waits, why] if why else waits)
         if told != self._told:
             ranks = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
@@ -157,7 +157,7 @@ class HangDetector:
         self._run.cell.rewrite(text + "The run goes on: an interrupt or run.stop() ends it", changed=told != self._told)
         self._told, self._seconds = told, seconds
 
-    def _take_back(self) -> None:
+    def _withdraw(self) -> None:
         self._run.cell.rewrite(
             f"the run went on after {self._seconds:.0f} s without progress:\n{self._told}", changed=True
         )
@@ -170,7 +170,7 @@ class HangDetector:
             text = f"no rank had made progress for {self._seconds:.0f} s:\n{self._told}"
             self._run.cell.rewrite(text, changed=False)
         elif self._told:
-            self._take_back()
+            self._withdraw()
 
     def _note(self, why: str, ranks: list[dict[str, Any]], seconds: float) -> None:
         told = {"why": why, "ranks": ranks, "seconds": seconds}

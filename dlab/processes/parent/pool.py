@@ -182,20 +182,20 @@ class WorkerPool:
         """Handle a worker that could not join: give up if it was the first group, otherwise replace this worker."""
         if not self.came_up.is_set():
             self._give_up(f"the workers could not form a group: {report.message}")
-        self._lose_with_those_who_wait(worker)
+        self._lose_with_waiting_ranks(worker)
 
     def _on_death(self, worker: WorkerHandle) -> None:
         self._selector.unregister(worker.process.sentinel)
         worker.process.join()
         if self._died(worker):
             return
-        self._lose_with_those_who_wait(worker)
+        self._lose_with_waiting_ranks(worker)
         self._false_starts += worker.ready != self._group
         if self._false_starts >= STARTS:
             where = "again and again while it started"
             self._give_up(str(errors.died(worker.rank, worker.process.exitcode, where, self._seats[0].ranks)))
 
-    def _lose_with_those_who_wait(self, worker: WorkerHandle) -> None:
+    def _lose_with_waiting_ranks(self, worker: WorkerHandle) -> None:
         """Replace the worker, and the workers that still wait for it in a group that will never be complete."""
         self.lost |= {other.rank for other in self.workers if other is worker or other.ready != self._group}
 

@@ -161,7 +161,7 @@ class Run:
             return "failed"
         return "stopped" if self._stopped else "finished"
 
-    def in_the_way(self) -> RuntimeError:
+    def busy_error(self) -> RuntimeError:
         """Return the error for a second run on the same workers: it names this run and what to type."""
         whole = self.part_of or self
         name = variable_of(whole) or whole.__class__.__name__.lower()

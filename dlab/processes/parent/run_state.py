@@ -18,7 +18,7 @@ GRACE = 0.5  # seconds in which a stopped function may return before its process
 AGAIN = 0.02  # seconds until the stop signal is repeated: the function may not have begun, or must finish an import
 TOGETHER = 0.05  # seconds in which other ranks may fail in the same way before they are interrupted
 REVIVALS = 5  # servers replaced in one run; more would not help
-GOSSIP = 0.2  # seconds to wait for the real cause when a rank reports only that another one is gone
+CAUSE_DELAY = 0.2  # seconds to wait for the real cause when a rank reports only that another one is gone
 
 
 @dataclass
@@ -106,8 +106,8 @@ class RunState:
         if self.stop_at is None and self.alone:
             self.stop_at = now + GRACE  # for those that have not noticed
         if self.stop_at is None and (self.reports or self._losses()):
-            only_gossip = not self.deaths and all(report.connection for report in self.reports.values())
-            self.stop_at = now + (GOSSIP if only_gossip else TOGETHER)
+            only_secondhand = not self.deaths and all(report.connection for report in self.reports.values())
+            self.stop_at = now + (CAUSE_DELAY if only_secondhand else TOGETHER)
         if self.stop_at is not None and any(code != SERVER_DIED for _, code in self._losses().values()):
             self.stop_at = min(self.stop_at, now)
 

@@ -151,10 +151,10 @@ def explain(places: Mapping[int, Where], ended: Mapping[int, str], workers: int)
     stuck = {rank: where for rank, where in places.items() if where.waits and not _missed_by(rank, places)}
     waiting = [rank for rank, where in sorted(places.items()) if where.waits and rank < workers and rank not in stuck]
     missed = f"{name_ranks(waiting)} waited for {name_ranks(sorted(culprits(places)), workers)}" if waiting else ""
-    return "; ".join(filter(None, [missed, knot(stuck, ended, workers) if stuck else ""]))
+    return "; ".join(filter(None, [missed, explain_deadlock(stuck, ended, workers) if stuck else ""]))
 
 
-def knot(places: Mapping[int, Where], ended: Mapping[int, str], workers: int) -> str:
+def explain_deadlock(places: Mapping[int, Where], ended: Mapping[int, str], workers: int) -> str:
     """Return why the waiting ranks will wait forever: for a rank that has ended, or in a circle; empty if they may not.
 
     `ended` says how other ranks have ended; ranks from `workers` on are servers.

@@ -73,7 +73,7 @@ class Supervisor(threading.Thread):
             if self.failed:
                 raise RuntimeError(self.failed)
             if self._state is not None:
-                raise self._state.run.in_the_way()
+                raise self._state.run.busy_error()
             self.control.clear()
             self.control.write(Knobs(run.knobs, run.factors))
             for rank, seconds in run.delays.items():
@@ -289,7 +289,7 @@ class Supervisor(threading.Thread):
             for worker in self._busy():
                 worker.process.send_signal(number)
         if state.over:
-            self._land(state)
+            self._finish_run(state)
         elif self._watch is not None:
             self._watch.look()
 
@@ -300,7 +300,7 @@ class Supervisor(threading.Thread):
             if records := ring.take(rank):
                 self._state.run._history.add(records)
 
-    def _land(self, state: RunState) -> None:
+    def _finish_run(self, state: RunState) -> None:
         """Settle the result, since all ranks have returned or died, then make the cluster complete again."""
         run = state.run
         output.relay([worker.readers for worker in self.workers], to_the_end=True)
