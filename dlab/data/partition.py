@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from .batches import Batches, Index, Samples, as_positions, names_many, out_of_range, take
 from .digits import MNIST
-from .table import Shard, ShardTable
+from .table import ShardRow, ShardTable
 
 _EXACT = 1e-9  # sums of fractions within this distance of 1 are meant to be 1
 _GLOBAL_BATCH = 128
@@ -118,7 +118,7 @@ class DataPartitioner:
         for rank, index in enumerate(self.partitions):
             counts = Counter(labels[i] for i in index) if labels else {}
             histogram = {label: counts[label] for label in classes} if labels else None
-            rows.append(Shard(rank, len(index), tuple(index[:_FIRST]), histogram))
+            rows.append(ShardRow(rank, len(index), tuple(index[:_FIRST]), histogram))
         return ShardTable(rows)
 
     def __repr__(self) -> str:

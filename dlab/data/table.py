@@ -106,7 +106,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardRow:
     """One row: the samples of one rank. `histogram` is label: count, or None for data without labels."""
 
     rank: int
@@ -118,13 +118,13 @@ class Shard:
 class ShardTable(Table):
     """A table with a row per shard: rank, number of samples, first indices and the distribution of labels.
 
-    >>> ShardTable([Shard(0, 7, (2, 8, 3)), Shard(1, 2, (0, 1))])
+    >>> ShardTable([ShardRow(0, 7, (2, 8, 3)), ShardRow(1, 2, (0, 1))])
     rank  count  first indices
        0      7  2, 8, 3, …
        1      2  0, 1
     """
 
-    def __init__(self, rows: Sequence[Shard]) -> None:
+    def __init__(self, rows: Sequence[ShardRow]) -> None:
         self.rows = list(rows)
         labels = self.rows[0].histogram if self.rows else None
         self.labels = list(labels) if labels and len(labels) <= _MOST_BARS else []
@@ -137,14 +137,14 @@ class ShardTable(Table):
         names = f"{self.labels[0]}..{self.labels[-1]}" if dense else ", ".join(map(str, self.labels))
         return [*plain, f"labels {names}", "per label"]
 
-    def cells(self, row: Shard) -> list[int | str | Bars]:
+    def cells(self, row: ShardRow) -> list[int | str | Bars]:
         first = [str(index) for index in row.first] + ["…"] * (row.count > len(row.first))
         plain: list[int | str | Bars] = [row.rank, row.count, ", ".join(first)]
         if not self.labels or row.histogram is None:
             return plain
         return [*plain, Bars(row.histogram), _span(row.histogram.values())]
 
-    def between(self, hidden: Sequence[Shard]) -> str:
+    def between(self, hidden: Sequence[ShardRow]) -> str:
         plural = "s" if len(hidden) > 1 else ""
         return f"… {len(hidden)} more shard{plural}, {_span([row.count for row in hidden])} samples each"
 

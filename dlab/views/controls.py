@@ -12,7 +12,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from dlab.views.inputs import Do, Field, LinearScale, LogScale, Switch, control, is_number, number
+from dlab.views.inputs import Do, LinearScale, LogScale, Switch, ValueField, control, is_number, number
 
 _ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 12px", "overflow": "visible"}
 _OVER = {"returned", "stopped", "failed", "dead"}  # states of a rank that no longer runs
@@ -31,7 +31,7 @@ class RunControls:
         self._whom = widgets.Dropdown(options=list(zip(names, range(len(names)), strict=True)))
         self._whom.layout.width = "100px"
         self._whom.observe(lambda change: do(lambda: self._choose(change["new"])), "value")
-        self._delay = Field(
+        self._delay = ValueField(
             "delay (s)",
             do,
             lambda seconds: run.delay(self._rank, seconds),
@@ -39,7 +39,7 @@ class RunControls:
             scale=LinearScale(0, 20, LONGEST_DELAY / 20),
             tooltip="so long this rank sleeps in each step",
         )
-        self._knobs: dict[str, Field | Switch] = {}
+        self._knobs: dict[str, ValueField | Switch] = {}
         self.knobs = widgets.HBox(layout=_ROW)
         self.buttons = widgets.HBox(self._make_buttons(), layout=_ROW)
         self.mirror({})
@@ -70,7 +70,7 @@ class RunControls:
 
     # --- knobs
 
-    def _make_knob(self, name: str, default: Any) -> Field | Switch:
+    def _make_knob(self, name: str, default: Any) -> ValueField | Switch:
         return control(name, default, self._do, lambda value: self.run.set(name, value))
 
     def _show_knob(self, name: str, default: Any) -> None:
@@ -118,7 +118,7 @@ class RaceControls(RunControls):
     def _make_buttons(self) -> list[widgets.Widget]:
         return [self._pause, self._stop, self._whom, self._delay.widget]
 
-    def _make_knob(self, name: str, defaults: dict[str, Any]) -> Field | Switch:
+    def _make_knob(self, name: str, defaults: dict[str, Any]) -> ValueField | Switch:
         """Make a control for a knob; `defaults` are its values by run."""
         if not any(is_number(value) for value in defaults.values()):
             first = next(iter(defaults.values()))
@@ -131,7 +131,7 @@ class RaceControls(RunControls):
                 raise problem
             return factor
 
-        made = Field(
+        made = ValueField(
             name,
             self._do,
             lambda factor: self.run.scale(name, factor, to=list(defaults)),

@@ -102,7 +102,7 @@ class LogScale:
         return round(max(self.low, min(self.high, 10 * math.log10(ratio)))) if ratio > 0 else self.low
 
 
-class Field:
+class ValueField:
     """A text field with all digits of a value, which accepts any typed value, and a slider if there is a scale."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Switch:
         self.widget.disabled = disabled
 
 
-def control(name: str, value: Any, do: Do, write: Write) -> Field | Switch:
+def control(name: str, value: Any, do: Do, write: Write) -> ValueField | Switch:
     """Make a control that suits the type of a knob's value; it shows no value yet."""
 
     def refuse(typed: str, instead: str) -> ValueError:
@@ -190,13 +190,13 @@ def control(name: str, value: Any, do: Do, write: Write) -> Field | Switch:
         return Switch(name, do, write)
     if isinstance(value, int):
         steps = LinearScale(min(0, 4 * value), max(10, 4 * value)) if abs(value) <= 10_000 else None
-        return Field(name, do, write, read_whole, scale=steps)
+        return ValueField(name, do, write, read_whole, scale=steps)
     if isinstance(value, float):
         factors = LogScale(value) if 1e-100 < abs(value) < 1e100 else None
-        return Field(name, do, write, read_number, scale=factors)
+        return ValueField(name, do, write, read_number, scale=factors)
     if isinstance(value, str):
-        return Field(name, do, write, str, tell=str)
-    return Field(name, do, write, read_list if isinstance(value, list) else _literal)
+        return ValueField(name, do, write, str, tell=str)
+    return ValueField(name, do, write, read_list if isinstance(value, list) else _literal)
 
 
 def number(typed: str, problem: Callable[[], Exception]) -> float:

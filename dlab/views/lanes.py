@@ -19,7 +19,7 @@ _TROUBLE, _QUIET = "#D55E00", "#808080"
 _BAR, _SENT = (-0.36, 0.56), (0.22, 0.14)  # offset and height: messages lie below the bar and hide nothing
 
 
-class State(NamedTuple):
+class LaneState(NamedTuple):
     """What happened to a rank, when and why."""
 
     time: float
@@ -36,7 +36,7 @@ class Lane:
 
     def __init__(self) -> None:
         self._steps, self._messages = GrowingTable(4), GrowingTable(3)
-        self.states: list[State] = []
+        self.states: list[LaneState] = []
 
     def add_steps(self, logged: Logged, begun: float) -> None:
         """Add logged steps. A delay is slept between two steps, and most loops count it as computing: the part of it

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from dlab.events import Event
 from dlab.views.base import View
 from dlab.views.columns import Arrivals, Column
-from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, State
+from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, LaneState
 
 SECONDS, STEPS = 5.0, 30  # default extent: whichever is shorter
 WAITS, SLOW = 0.3, 1.5  # more than this share of its time; at least this many times as long as the others
@@ -75,7 +75,7 @@ class Timeline(View):
                 self._told = max(self._told, moment)
                 if "name" in data:
                     self._names[rank] = data["name"]
-                self._lane(rank).states.append(State(moment, data["state"], data.get("why", "")))
+                self._lane(rank).states.append(LaneState(moment, data["state"], data.get("why", "")))
         for source, messages in sent.items():
             self._lane(source).add_messages(messages)
 
