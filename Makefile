@@ -1,7 +1,7 @@
 # `make lab` opens the notebooks, `make test` runs every test. Both make the environment in .venv first, once.
 
 VENV := .venv
-# Written only after everything is installed: an interrupted installation goes on the next time.
+# Written only after everything is installed, so that an interrupted installation continues the next time.
 READY := $(VENV)/.ready
 
 PORT ?=
@@ -10,7 +10,7 @@ OPEN ?= 1
 ARGS ?=
 PIP_ARGS ?=
 
-# The first one that really runs: a name on the PATH may be the shim of a version manager that only complains.
+# The first one that really runs, because a name on the PATH may be a version manager's shim that only prints an error.
 IN_RANGE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.10; do \
 	$$python -c '$(IN_RANGE)' >/dev/null 2>&1 && echo $$python && break; done)
@@ -35,7 +35,7 @@ conformance: $(READY) ## run PyTorch's own distributed tests on gloo and on dlab
 bench: $(READY) ## measure this machine; without ARGS, write dlab/bench/RESULTS.md
 	@$(VENV)/bin/python -m dlab.bench $(ARGS)
 
-screenshots: $(READY) ## take the picture of the README anew, in a real JupyterLab (needs Chromium)
+screenshots: $(READY) ## take the picture of the README again, in a real JupyterLab (needs Chromium)
 	@PYTHONPATH=tests $(VENV)/bin/python -m screenshots
 
 check: $(READY) ## lint, formatting, types

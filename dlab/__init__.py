@@ -1,7 +1,7 @@
 """dlab: learn distributed deep learning by running it. Start with `notebooks/00_tour.ipynb`.
 
-Names are imported when they are first used, so that `import dlab` is quick. In a notebook it also begins to warm up
-the server that workers come from, so that the first cluster is there when the first cell asks for it.
+Names are imported when they are first used, so that `import dlab` is quick. In a notebook it also starts the fork
+server in the background, so that the first cluster is ready sooner.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext dlab` gives the cell magic `%%workers`."""
+    """Define the cell magic `%%workers`, for `%load_ext dlab`."""
     from dlab.processes.parent.magic import WorkersMagic
 
     shell.register_magics(WorkersMagic)
@@ -159,7 +159,7 @@ def _settle_in_notebook() -> None:
     shorten_tracebacks(shell)
     watch_cells(shell)
 
-    # a run that is the last line of a cell shows itself; neither runs nor views know of each other
+    # a run on the last line of a cell shows its panel; this hook joins runs and views, which do not know of each other
     def show(run: Any) -> None:
         _import("views.panel").show_live(run)
 

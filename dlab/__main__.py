@@ -1,4 +1,4 @@
-"""`python -m dlab …` is `dlab …`, for shells that do not have the script on their PATH."""
+"""Makes `python -m dlab …` the same as `dlab …`, for shells that do not have the script on their PATH."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a collective costs: messages, steps and bytes, exactly, for sizes that do not divide as well."""
+"""The exact cost of a collective: messages, steps and bytes, also for sizes that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import isqrt
 
 @dataclass(frozen=True)
 class Cost:
-    """`messages` of all ranks together, `steps` one after another, and the bytes that each rank sends."""
+    """The number of messages of all ranks together, of consecutive steps, and of bytes that each rank sends."""
 
     messages: int
     steps: int
@@ -20,7 +20,7 @@ class Cost:
 
 
 def allreduce(algorithm: str, ranks: int, bytes: int, itemsize: int = 4) -> Cost:
-    """The cost of an all-reduce of `bytes`, in items of `itemsize`, over `ranks`.
+    """Return the cost of an all-reduce of `bytes`, in items of `itemsize`, over `ranks`.
 
     >>> allreduce("ring", ranks=4, bytes=4000)
     Cost(messages=24, steps=6, bytes_per_rank=[6000, 6000, 6000, 6000])
@@ -33,13 +33,13 @@ def allreduce(algorithm: str, ranks: int, bytes: int, itemsize: int = 4) -> Cost
 
 
 def _split(bytes: int, itemsize: int, parts: int) -> list[int]:
-    """The sizes of the chunks: whole items, the first ones one larger."""
+    """Return the sizes of the chunks: whole items, the first chunks one item larger."""
     least, more = divmod(bytes // itemsize, parts)
     return [itemsize * (least + (part < more)) for part in range(parts)]
 
 
 def _rounds(ranks: int) -> int:
-    """How often 1 must be doubled to reach this number of ranks: log2, rounded up."""
+    """Return log2 of the number of ranks, rounded up."""
     return (ranks - 1).bit_length()
 
 
@@ -65,14 +65,14 @@ def _tree(ranks: int, bytes: int, itemsize: int) -> Cost:
 
 
 def _ring(ranks: int, bytes: int, itemsize: int) -> Cost:
-    """Rank r sends every chunk twice, but chunk r not in the first round and chunk r + 1 not in the second."""
+    """Rank r sends every chunk twice, except chunk r in the first round and chunk r + 1 in the second."""
     chunks = _split(bytes, itemsize, ranks)
     sent = [2 * bytes - chunks[rank] - chunks[(rank + 1) % ranks] for rank in range(ranks)]
     return Cost(2 * ranks * (ranks - 1), 2 * (ranks - 1), sent)
 
 
 def _halving_doubling(ranks: int, bytes: int, itemsize: int) -> Cost:
-    """Among the largest power of two of ranks: all but the own part on the way in; on the way out, what one has."""
+    """Each of 2**k ranks sends all but its own part while halving, and everything it has while doubling."""
     power = 1 << (ranks.bit_length() - 1)
     extra = ranks - power
     parts = _split(bytes, itemsize, power)
@@ -84,9 +84,9 @@ def _halving_doubling(ranks: int, bytes: int, itemsize: int) -> Cost:
     for rank in range(ranks):
         if rank >= 2 * extra:
             sent.append(core[rank - extra])
-        elif rank % 2:  # hands everything over, and gets the result
+        elif rank % 2:  # sends everything to a neighbour, and receives the result
             sent.append(bytes)
-        else:  # gives the result to the neighbour in the end
+        else:  # sends the result to the neighbour at the end
             sent.append(core[rank // 2] + bytes)
     return Cost(2 * power * _rounds(power) + 2 * extra, 2 * _rounds(power) + 2 * (extra > 0), sent)
 

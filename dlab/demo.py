@@ -1,6 +1,6 @@
 """The tour's training: four workers, one small network, and gradients averaged by all-reduce after every step.
 
-The same function runs in `notebooks/00_tour.ipynb` and, with a progress line per rank, by `dlab demo`.
+The same function runs in `notebooks/00_tour.ipynb` and, with a progress line per rank, in `dlab demo`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dlab.training.progress import show_progress
 
 __all__ = ["accuracy", "average_gradients", "main", "train"]
 
-Average = Callable[[nn.Module], None]  # makes the gradients of all ranks' models equal
+Average = Callable[[nn.Module], None]  # averages the gradients of a model over all ranks
 
 
 def train(average: Average, steps: int, seed: int = 1234, make: Callable[[], nn.Module] = SimpleCNN) -> nn.Module:
-    """What every worker does: its own shard, its own batches, the same step as all."""
-    torch.manual_seed(seed)  # the same first weights on every rank
-    batches, _ = partition_dataset(rank(), world_size(), seed=seed)  # of 128 // size images
+    """Train on this rank's shard, with the same steps as all other ranks; runs on every worker."""
+    torch.manual_seed(seed)  # the same initial weights on every rank
+    batches, _ = partition_dataset(rank(), world_size(), seed=seed)  # of 128 // size images each
     model = make().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    losses: list[float] = []  # of this epoch
+    losses: list[float] = []  # of the current epoch
     started = time.perf_counter()
     for step, (images, labels) in enumerate(islice(chain.from_iterable(repeat(batches)), steps)):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device())), labels.to(device()))
         loss.backward()
         computed = time.perf_counter()
-        average(model)  # here everybody waits for the slowest
+        average(model)  # every rank waits here for the slowest
         averaged = time.perf_counter()
         losses.append(loss.item())
         log(step=step, loss=losses[-1], samples=len(labels), compute=computed - started, wait=averaged - computed)
@@ -52,9 +52,9 @@ def train(average: Average, steps: int, seed: int = 1234, make: Callable[[], nn.
 
 
 def accuracy(model: nn.Module) -> float:
-    """The share of the 10,000 test images that the model gets right."""
+    """Return the share of the 10,000 test images that the model classifies correctly."""
     images, labels = mnist(train=False)[:]
-    model.eval()  # no dropout
+    model.eval()  # turns dropout off
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).float().mean().item()
 
@@ -67,7 +67,7 @@ def main(workers: int = 4, steps: int = 200) -> None:
     console.print(f"starting {workers} worker processes …")
     with Cluster(workers) as cluster:
         pids = ", ".join(map(str, cluster.pids))
-        console.print(f"they are there (processes {pids}); each trains SimpleCNN on its own shard of MNIST")
+        console.print(f"started (processes {pids}); each trains SimpleCNN on its own shard of MNIST")
         start = time.monotonic()
         run = cluster.start(train, average_gradients, steps)
         show_progress(run, steps, console)

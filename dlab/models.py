@@ -1,4 +1,4 @@
-"""The networks of the course; all but `SimpleCNN` have no dropout, so that N workers can equal one to the last bit."""
+"""The networks of the course. Only `SimpleCNN` has dropout; without it N workers can equal one to the last bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 class SimpleCNN(nn.Module):
-    """The network of many a first lesson on MNIST: 421,642 parameters, dropout, and log-probabilities at the end.
+    """The network of many first lessons on MNIST: 421,642 parameters, with dropout and log-probabilities as output.
 
-    Train it with `nll_loss`. `cross_entropy` gives the same, because the log-softmax of log-probabilities is they
-    themselves.
+    Train it with `nll_loss`. `cross_entropy` gives the same result, because log-softmax leaves log-probabilities
+    unchanged.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SimpleCNN(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (batch, 1, 28, 28) to log-probabilities (batch, 10)."""
+        """Map images (batch, 1, 28, 28) to log-probabilities (batch, 10)."""
         x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # (batch, 32, 14, 14)
         x = self.dropout1(F.max_pool2d(F.relu(self.conv2(x)), 2))  # (batch, 64, 7, 7)
         x = self.dropout2(F.relu(self.fc1(x.flatten(1))))  # (batch, 128)
@@ -43,14 +43,14 @@ class SmallCNN(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (batch, 1, 28, 28) to scores (batch, 10)."""
+        """Map images (batch, 1, 28, 28) to scores (batch, 10)."""
         x = F.max_pool2d(F.relu(self.conv1(images)), 2)  # (batch, 16, 12, 12)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # (batch, 32, 4, 4)
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
 class MLP(nn.Sequential):
-    """784-512-512-10, 669,706 parameters: little arithmetic for its size, so communication shows."""
+    """784-512-512-10, 669,706 parameters: little arithmetic for its size, so that communication dominates."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -66,14 +66,14 @@ class TwoLayer(nn.Sequential):
 
 
 class FlatBuffer:
-    """Parameters that lie one after another in a flat tensor, which may be another one each time."""
+    """Parameters that are consecutive views of a flat tensor, which may be a different one at each call."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._views: dict[int, list[torch.Tensor]] = {}  # by where the tensor is
+        self._views: dict[int, list[torch.Tensor]] = {}  # by the tensor's address
 
     def view_in(self, flat: torch.Tensor) -> None:
-        """Make every parameter a view of its part of this tensor; costs no copy."""
+        """Make every parameter a view of its part of this tensor; copies nothing."""
         if flat.data_ptr() not in self._views:
             parts = flat.split([parameter.numel() for parameter in self._parameters])
             views = [part.view_as(parameter) for part, parameter in zip(parts, self._parameters, strict=True)]
@@ -83,11 +83,11 @@ class FlatBuffer:
 
 
 def flatten_gradients(model: nn.Module, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
-    """Let all gradients of a model lie one after another in one tensor, and give that tensor, all zeros.
+    """Place all gradients of a model one after another in one tensor, and return that tensor, filled with zeros.
 
-    Each `parameter.grad` is a view of it: the backward pass fills it, and one all-reduce averages all gradients at
-    once. `empty=dlab.shared_empty` puts it where `dlab.allreduce` need not copy it; every rank must do so then. Keep
-    the views: `optimizer.zero_grad(set_to_none=False)`, or zero the whole by `flat.zero_()`.
+    Each `parameter.grad` is a view of it: the backward pass fills it, and one all-reduce averages all gradients. With
+    `empty=dlab.shared_empty`, on every rank, it lies in memory that `dlab.allreduce` need not copy. Keep the views: use
+    `optimizer.zero_grad(set_to_none=False)`, or `flat.zero_()` for all of them.
 
     >>> flat = flatten_gradients(model, empty=dlab.shared_empty)
     >>> loss.backward()
@@ -95,7 +95,7 @@ def flatten_gradients(model: nn.Module, empty: Callable[..., torch.Tensor] = tor
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1:
-        raise ValueError("a flat gradient needs parameters of one type on one device, and at least one of them")
+        raise ValueError("a flat gradient needs at least one parameter, and all of them of one type and on one device")
     device, dtype = parameters[0].device, parameters[0].dtype
     flat = empty(sum(parameter.numel() for parameter in parameters), dtype=dtype).to(device).zero_()
     for parameter, part in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):

@@ -1,4 +1,4 @@
-"""Rehearse in one process: an algorithm for four workers on four threads, with every message recorded."""
+"""Rehearse an algorithm in one process: each rank is a thread, and every message is recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlab.transports.threads import ThreadTransport, ThreadWorld
 
 
 class Rehearsal(list[Any]):
-    """Results by rank; `.messages` are the recorded events, in the order in which they ended."""
+    """The results by rank; `.messages` are the recorded events, in the order in which they ended."""
 
     def __init__(self, results: list[Any], messages: list[Event]) -> None:
         super().__init__(results)
@@ -42,7 +42,7 @@ def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
             results[rank] = fn(Recorder(ThreadTransport(world, rank), emit))
             world.leave(rank)
         except BaseException as problem:
-            if hasattr(problem, "add_note"):  # from Python 3.11 on
+            if hasattr(problem, "add_note"):  # since Python 3.11
                 problem.add_note(f"on rank {rank}")
             world.fail(rank, problem)
 

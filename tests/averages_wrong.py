@@ -290,7 +290,7 @@ WRONG = [
     (four_by_heart, "with 3 ranks and another network, the sum over the ranks was divided by 4, and there are 3 ranks"),
     (divided_by_its_length, "the sum over the ranks was divided by 8, and there are 4 ranks"),
     (shapes_by_heart, "with 3 ranks and another network, ranks 0, 1 and 2 ended in RuntimeError: split_with_sizes"),
-    (each_by_its_own_mean, "filled with the mean of its own elements: asked for is the mean over the ranks"),
+    (each_by_its_own_mean, "filled with the mean of its own elements: the exercise asks for the mean over the ranks"),
     (mean_of_means, "filled with one number, the mean of all its elements"),
     (transposed, "fc1.weight and fc2.weight have the right numbers in the wrong places: undo flatten by view_as"),
     (last_one_first, "the numbers are right, but they are in the wrong parameters"),
@@ -309,7 +309,7 @@ WRONG = [
     (does_not_wait, "async_op=True returns at once, before the sum is there: keep what it returns"),
     (partial(in_16_bits, torch.float16), "right to two or three digits only: numbers of 16 bits round it"),
     (partial(in_16_bits, torch.bfloat16), "right to two or three digits only"),
-    (added_on_top, "the mean was added to the rank's own gradient: put it in the place of that one, with copy_"),
+    (added_on_top, "the mean was added to the rank's own gradient: replace that gradient, with copy_"),
     (largest, "the largest over the ranks, not the mean: reduce with ReduceOp.SUM"),
     (premultiplied, "Cannot use ReduceOp.PREMUL_SUM with Gloo, in the line `dist.all_reduce(flat, op=dist._make"),
     (
@@ -322,6 +322,6 @@ WRONG = [
     (broken, 'ranks 0, 1, 2 and 3 ended in ZeroDivisionError: oh, in the line `raise ZeroDivisionError("oh")`'),
     (broken_on_1, "rank 1 ended in KeyError: 'lost', in the line `raise KeyError(\"lost\")`"),
     (lambda: None, "TypeError"),
-    ("my_average", "'my_average' is no function: write def my_average(model)"),
+    ("my_average", "'my_average' is not a function: write def my_average(model)"),
     (ends_itself, "rank 3 exited with code 7"),
 ]

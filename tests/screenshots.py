@@ -1,4 +1,4 @@
-"""The picture of the README: `make screenshots` takes it anew, in a real JupyterLab, into `notebooks/images/`."""
+"""The picture of the README: `make screenshots` takes it again, in a real JupyterLab, into `notebooks/images/`."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _monitored(late):
     ("late", "words"),
     [
         ((), []),
-        ((1, 3), ["after 0.5 s: no word from rank 1", "after 0.5 s: no word from ranks 1, 3"]),
+        ((1, 3), ["after 0.5 s: not reached by rank 1", "after 0.5 s: not reached by ranks 1, 3"]),
         ((0,), []),
     ],
 )

@@ -1,4 +1,4 @@
-"""The controls of a panel in a real browser: to look on changes nothing, they follow the code, and obey a hand."""
+"""The controls of a panel in a real browser: watching changes nothing; they follow the code and obey the user."""
 
 import pytest
 from kernels import eventually
@@ -163,13 +163,13 @@ def test_a_hand_is_obeyed_exactly_or_told_why_not(notebook):
     enter(panel, "gain", "0.0123456789012345")
     eventually(lambda: notebook.ask("logs(run)[-1]['gain']") == 0.0123456789012345)
     enter(panel, "gain", "abc")
-    panel.get_by_text("'abc' is no value for gain: give a number, such as 0.05").wait_for()
+    panel.get_by_text("'abc' is not a value for gain: give a number, such as 0.05").wait_for()
     shows(panel, "gain", "0.0123456789012345")
     handle = notebook.slider(panel, "third")
     handle.focus()
     handle.press("ArrowRight")
     eventually(lambda: notebook.ask("run.knobs.get('third')") == 0.416666666667)
-    panel.get_by_text("'abc' is no value").wait_for(state="hidden")
+    panel.get_by_text("'abc' is not a value").wait_for(state="hidden")
     shows(panel, "third", "0.416666666667")
     handle.press("ArrowLeft")
     eventually(lambda: notebook.ask("run.knobs['third'] == 1 / 3"))
@@ -209,7 +209,7 @@ def test_a_rank_that_is_done_says_so_and_cannot_be_killed(notebook):
     words = ranks.locator("canvas").get_attribute("aria-label")
     assert words.startswith("rank 0 finished, step 19; rank 1 running"), words
     notebook.press(panel, "kill")
-    panel.get_by_text("rank 0 does not run any more: there is nothing to kill").wait_for()
+    panel.get_by_text("rank 0 is no longer running: there is nothing to kill").wait_for()
     notebook.press(panel, "pause")  # the panel goes on
     panel.get_by_role("button", name="resume", exact=True).wait_for()
     panel.get_by_text("nothing to kill").wait_for(state="hidden")

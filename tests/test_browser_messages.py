@@ -1,4 +1,4 @@
-"""In a real browser: who points at a message on its way is told what is in it."""
+"""In a real browser: pointing at a message on its way shows what it carries."""
 
 import pytest
 import torch

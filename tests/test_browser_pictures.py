@@ -174,7 +174,7 @@ def test_numbers_of_all_sizes_are_drawn_and_what_is_left_out_is_told(show):
     odd = logged(0, step=[5, -3, 2.5, "x"], loss=[-1.0, nan, 1e300, 10**400], samples=[1, 2, inf, "x"])
     odd += logged(1, step=[nan, inf, 10**400, None], loss=[nan, inf, -inf, None], compute=[0.1, nan, 0.2, inf])
     page = show(odd, LossCurves, Throughput, Timeline)
-    assert "Loss: 1 event left out: its loss is no number" in page.locator("figcaption").all_text_contents()
+    assert "Loss: 1 event left out: its loss is not a number" in page.locator("figcaption").all_text_contents()
     nothing = [dlab.Event(1.0, 0, kind, {}) for kind in ("message", "gradients", "shard", "slice", "state")]
     page = show([*nothing, *logged(0, loss=["x"], samples=["x"], wait=["x"], staleness=["x"])], *ALL)
     captions = page.locator("figcaption").all_text_contents()
@@ -221,7 +221,9 @@ def test_a_run_whose_loss_breaks_keeps_its_panel_and_has_a_still(server, chromiu
         panel = notebook.output(1)
         curves = panel.locator("figure[data-view=curves]")
         eventually(lambda: said in (curves.locator("canvas").get_attribute("aria-label") or ""))
-        eventually(lambda: "62 events left out: their loss is no number" in curves.locator("figcaption").text_content())
+        eventually(
+            lambda: "62 events left out: their loss is not a number" in curves.locator("figcaption").text_content()
+        )
         assert panel.locator("figure[data-view=staleness]").count() == 1
         notebook.ask("run.set('enough', True)")
         notebook.ask("run.wait(30) and None")

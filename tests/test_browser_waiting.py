@@ -75,7 +75,10 @@ def test_a_cell_that_is_run_again_shows_the_panel_of_its_new_run_and_no_error(se
     name = server.write("again.ipynb", SETUP, START, "cluster.run(dlab.rank)")
     with chromium.notebook(name) as notebook:
         notebook.run_cell(0)
-        for said in ("", "work was still running since this cell ran before: it is stopped, and a new run begins\n"):
+        for said in (
+            "",
+            "work was still running from this cell's last execution: it was stopped, and a new run begins\n",
+        ):
             notebook.run_cell(1)
             notebook.output(1).get_by_text("work: running").wait_for()
             assert text(notebook, 1) == said

@@ -1,4 +1,4 @@
-"""Dealing data: nothing is lost, nothing is dealt twice, and the same seed deals the same way everywhere."""
+"""Splitting data: nothing is lost or used twice, and the same seed gives the same split everywhere."""
 
 import math
 import random
@@ -161,7 +161,7 @@ def test_more_shards_than_samples():
     [
         ([], "sizes is empty: give one fraction per shard"),
         ([0.5, -0.1], "size -0.1 is not a fraction.*use numbers from 0 to 1"),
-        ([0.5, 0.6], "sizes sum to 1.1, more than there is: divide each by 1.1"),
+        ([0.5, 0.6], "sizes sum to 1.1, more than 1: divide each by 1.1"),
         ([2], "use numbers from 0 to 1"),
         ([float("nan"), 0.5], "size nan is not a fraction"),
         ([float("inf")], "size inf is not a fraction"),

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from dlab.data import DataPartitioner, ShardTable, mnist
-from dlab.data.table import Bars, Shard
+from dlab.data.table import Bars, ShardRow
 
 
 class Page(HTMLParser):
@@ -63,7 +63,7 @@ def test_the_text_of_data_without_labels():
 
 def test_the_text_of_data_with_labels():
     data = TensorDataset(torch.zeros(12), torch.tensor([0, 1, 2] * 4))
-    table = ShardTable([Shard(0, 9, (3, 4), {0: 0, 1: 8, 2: 1}), Shard(1, 3, (1, 2, 0), {0: 2, 1: 1, 2: 0})])
+    table = ShardTable([ShardRow(0, 9, (3, 4), {0: 0, 1: 8, 2: 1}), ShardRow(1, 3, (1, 2, 0), {0: 2, 1: 1, 2: 0})])
     assert str(table) == (
         "rank  count  first indices  labels 0..2  per label\n"
         "   0      9  3, 4, …        ·█▁          0..8\n"

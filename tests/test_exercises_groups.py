@@ -84,7 +84,10 @@ def test_who_stays_away_is_noticed_at_once():
 
 
 REFUSED = [
-    (lambda: dist.isend(torch.ones(2), 1 - dist.get_rank()), "no point to point of torch.distributed: use exchange"),
+    (
+        lambda: dist.isend(torch.ones(2), 1 - dist.get_rank()),
+        "no point-to-point calls of torch.distributed: use transport.exchange",
+    ),
 ]
 
 

@@ -11,7 +11,7 @@ from dlab import collectives
 from dlab.collectives import ring_allreduce
 from dlab.collectives import ring_allreduce as mine
 from dlab.collectives.ring import collect_chunks, pass_chunks
-from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.own import explain_own, noticing
 
 
 class Ring:
@@ -81,6 +81,6 @@ def test_it_is_noticed_in_worker_processes(cluster):
 
 
 def test_the_sentence_says_what_to_do_instead():
-    assert tell_own(["ring_allreduce", "pass_chunks"], "write the two rounds yourself") == (
+    assert explain_own(["ring_allreduce", "pass_chunks"], "write the two rounds yourself") == (
         "this calls dlab's own ring_allreduce, which is the answer: write the two rounds yourself"
     )

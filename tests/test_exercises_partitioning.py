@@ -174,7 +174,7 @@ WRONG = [
     (misspelt, "NameError: name 'indeces' is not defined, in the line `return indeces[:ranks]"),
     (lambda indices: [], "ended in TypeError"),
     (lambda indices, ranks: [indices[0 :: len(indices) // ranks]] and 1 / 0, "ended in ZeroDivisionError"),
-    ([], "[] is no function: write def equal_shards(indices, ranks)"),
+    ([], "[] is not a function: write def equal_shards(indices, ranks)"),
 ]
 
 

@@ -341,7 +341,7 @@ def not_a_number(gradient, residual, threshold):
 WRONG = [
     (residual_subtracted, "the residual 0.375 and the threshold 0.5, the code is 0, but should be 1: the residual is"),
     (residual_subtracted, "the residual is subtracted from the gradient; add it, since it was not sent yet"),
-    (sent_is_added, "the new residual is 1.25 and should be 0.25: what was sent is taken off, not added"),
+    (sent_is_added, "the new residual is 1.25 and should be 0.25: what was sent is subtracted, not added"),
     (old_residual_twice, "the new residual is 0.5 and should be 0.125: the old residual is in it twice; it is a part"),
     (bits_of_mxnet, "the code is 3, but should be 1: how codes are packed into bits is another matter; give -1, 0"),
     (bits_written_out, "the codes are ['00']: give a tensor of numbers"),
@@ -364,7 +364,7 @@ WRONG = [
     (lambda gradient, residual: None, "it ended in TypeError: <lambda>() takes 2 positional arguments but 3 were"),
     (lambda *given: sys.exit(), "it called exit(), which ends a whole program: use return"),
     (lambda *given: {"codes": given[0], "residual": given[1]}, "it gave {'codes': tensor([0.2500]), 'residual'"),
-    (0.5, "0.5 is no function: write def my_quantise(gradient, residual, threshold)"),
+    (0.5, "0.5 is not a function: write def my_quantise(gradient, residual, threshold)"),
     (by_dlab, "this calls dlab's own Compression.encode, which is the answer: compare with the threshold yourself"),
     (by_the_checker, "this calls dlab's own quantise, which is the answer: compare with the threshold yourself"),
     (quantise, "this calls dlab's own quantise, which is the answer: compare with the threshold yourself"),
@@ -378,7 +378,7 @@ WRONG = [
     (
         not_reduced,
         "with the gradient 0.75, the residual 0 and the threshold 0.5, the code is right, but the new residual is 0.75 "
-        "and should be 0.25: take off what was sent, threshold times code",
+        "and should be 0.25: subtract what was sent, threshold times code",
     ),
     (reduced_by_codes, "what was sent is threshold times code, not the code itself"),
     (emptied, "the new residual is 0 and should be 0.25: only the threshold was sent; what 0.75 has beyond it is kept"),

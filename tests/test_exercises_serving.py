@@ -360,7 +360,7 @@ WRONG = [
         "push 1 has exchanged the two numbers: 0.9 of the velocity is kept, and 0.1 of it is subtracted",
     ),
     (shrinks_the_weights, "push 1 has multiplied stored by 0.9: that is for the velocity, which is kept in state"),
-    (new_data, "push 1 has given stored another memory, which the server does not look at: write into the one that it"),
+    (new_data, "push 1 has given stored new memory, which the server does not see: write into the one that it"),
     (velocity_is_stored, "push 1 goes wrong, and state holds stored itself: the velocity needs a tensor of its own"),
     (another_state, "push 2 is a step along its gradient alone: the momentum is missing. Keep a velocity for the key"),
     (looks_at_the_last_and_has_another_momentum, "after push 2, to key 'w', element 0 is 0.6, and 0.52 is right"),
@@ -376,7 +376,7 @@ WRONG = [
         "with one key, this calls dlab's own ServerOptimizer.__call__, which is the answer: write the two lines",
     ),
     (nothing, "with one key, push 1 has not changed stored: write into the tensor that the server holds"),
-    (returned, "push 1 has not changed stored, and what it returns nobody takes: write into the tensor"),
+    (returned, "push 1 has not changed stored, and its return value is not used: write into the tensor"),
     (another_of_the_same_name, "stored = stored - … makes another of the same name"),
     (without_momentum, "with one key, push 1 is right, but push 2 is a step along its gradient alone: the momentum is"),
     (velocity_not_kept, "the momentum is missing. Keep a velocity for the key in state, make it 0.9 of itself"),
@@ -392,7 +392,7 @@ WRONG = [
     (scales_the_gradient, "push 1 has changed the gradient"),
     (
         keeps_the_gradient,
-        "push 2 goes wrong, since state holds a gradient itself: the server uses its memory again for",
+        "push 2 goes wrong, since state holds a gradient itself: the server reuses that memory for",
     ),
     (keeps_and_changes_it, "push 1 goes wrong, since state holds a gradient itself"),
     (
@@ -405,7 +405,7 @@ WRONG = [
     (not_a_number, "after push 1, to key 'w', element 0 is nan, and 0.8 is right"),
     (only_names, "with three shapes, push 1 has not changed stored"),
     (touches_others, "with two keys, push 1 is right, but push 2, to key 'b', has changed the value of key 'w': leave"),
-    (0.1, "0.1 is no function: write def my_update(key, gradient, stored, state)"),
+    (0.1, "0.1 is not a function: write def my_update(key, gradient, stored, state)"),
 ]
 
 
@@ -433,8 +433,8 @@ def test_a_memory_outside_of_the_state_is_found():
         from_zeros(key, gradient, stored, velocities)
 
     answer = check_update(remembers_elsewhere)
-    assert "on a second server, whose state is empty, push 1 goes wrong, where the first server was right" in answer
-    assert "something is remembered outside of state" in answer
+    assert "on a second server, whose state is empty, push 1 goes wrong although the first server was right" in answer
+    assert "something is kept outside state" in answer
 
 
 # ------------------------------------------------------------------------------------- real servers

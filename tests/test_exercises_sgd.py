@@ -602,7 +602,10 @@ WRONG = [
     (divided_under_another_name, "not divided by their number; parameter.grad /= self.transport.size does it in place"),
     (divided_twice, "the step is 2 times too short: the sum over 2 ranks was divided by 4. Divide only once"),
     (multiplied, "the step is too long: the sum over 2 ranks is multiplied by 2; divide it by 2"),
-    (only_divided, "every rank applies its own gradient, divided by 2: the sum over all ranks is missing"),
+    (
+        only_divided,
+        "every rank applies its own gradient, divided by 2: the sum over all ranks must be in parameter.grad",
+    ),
     (
         no_biases,
         "hidden.weight and output.weight are averaged, but hidden.bias and output.bias are not: go through all",
@@ -630,10 +633,10 @@ WRONG = [
         "use sum, mean, product, max, min, and, or, xor, in the line `ring_allreduce(parameter.grad",
     ),
     (without_a_transport, "missing 1 required positional argument: 'transport', in the line `ring_allreduce(param"),
-    (by_messages_of_torch, "this check has no point to point of torch.distributed: use exchange of the transport, in"),
+    (by_messages_of_torch, "this check has no point-to-point calls of torch.distributed: use transport.exchange, in"),
     (in_an_order_of_its_own, "with 3 ranks and plain SGD, the weights of rank 0 and rank"),
     (keeps_the_first, "is right before step 1 and wrong after it: look at what a step keeps"),
-    (weights, "with 2 ranks and Adam, the weights are averaged after a step of each rank's own. With SGD that comes"),
+    (weights, "with 2 ranks and Adam, the weights are averaged after each rank has taken its own step. With SGD that"),
     (no_update, "the weights are not updated by the optimizer: call self.optimizer.step(), after averaging"),
     (updated_by_hand, "and momentum, the weights are not updated by the optimizer: call self.optimizer.step()"),
     (updated_in_the_loop, "optimizer.step() is called 4 times in one step: call it once, after all gradients"),
@@ -656,7 +659,7 @@ WRONG = [
     (Strategy(), "it has no step of its own: write def step(self)"),
     (asks_the_base, "ended in NotImplementedError, in the line `return Strategy.step(self)"),
     (asks_the_base, "`: Strategy leaves its step to you"),
-    (print, "is no strategy: give a class, as in class MySGD(dlab.strategies.Strategy)"),
+    (print, "is not a strategy: give a class, as in class MySGD(dlab.strategies.Strategy)"),
     (dlab.SyncSGD, "this calls dlab's own SyncSGD.step, which is the answer" + YOURSELF),
     (dlab.DDP(), "this calls dlab's own DDP.begin, which is the answer" + YOURSELF),
     (dlab.SyncSGD(allreduce=tree_allreduce), "this calls dlab's own SyncSGD.step, which is the answer" + YOURSELF),
@@ -666,7 +669,10 @@ WRONG = [
     (DelegatesToBuckets, "this calls dlab's own AllReduceSGD.begin, which is the answer" + YOURSELF),
     (InheritsDDP, "this calls dlab's own DDP.begin, which is the answer" + YOURSELF),
     (calls_average_gradients, "this calls dlab's own average_gradients, which is the answer" + YOURSELF),
-    (dlab.ModelAveraging(every=1), "with 2 ranks and Adam, the weights are averaged after a step of each rank's own"),
+    (
+        dlab.ModelAveraging(every=1),
+        "with 2 ranks and Adam, the weights are averaged after each rank has taken its own step",
+    ),
 ]
 
 
@@ -699,7 +705,7 @@ class WeightedAgain(Strategy):
 def test_samples_are_weighted_only_once(monkeypatch):
     monkeypatch.setattr(sgd, "CASES", [(3, 41, "plain SGD")])
     answer = check_step(WeightedAgain)
-    assert "all is well until step 3, where the ranks have 2, 2 and 1 samples: the loss is weighted" in answer
+    assert "all is right until step 3, where the ranks have 2, 2 and 1 samples: the loss is weighted" in answer
 
 
 def test_averaging_weights_is_right_for_sgd_and_wrong_for_adam(monkeypatch):

@@ -280,7 +280,7 @@ def test_who_does_not_end_is_killed(folder):
     command = [sys.executable, "-c", hurry, "run", "script.py", "-n", "4", "--logs", "logs"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 5
-    assert "SIGKILL to ranks 0, 1 and 2: did not end by itself\n" in scheduler_log()
+    assert "SIGKILL to ranks 0, 1 and 2: still running after SIGTERM\n" in scheduler_log()
     assert scheduler_log().count("ended by signal 9 (SIGKILL)") == 3
     assert not alive(pids())
 
@@ -297,7 +297,7 @@ def test_without_the_store_all_end(start):
     os.kill(pids()[1], signal.SIGKILL)
     _, complaint = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
-    assert complaint == "dlab: the process in which the ranks find each other ended by signal 9 (SIGKILL)\n"
+    assert complaint == "dlab: the process that hosts the ranks' store ended by signal 9 (SIGKILL)\n"
 
 
 # ------------------------------------------------------------------------------ the launcher is ended
@@ -343,7 +343,7 @@ def test_a_killed_launcher_leaves_nothing(start, folder, moment):
     print(f"all gone after {seconds:.2f} s")
     assert seconds < 3
     if moment == "while they work":
-        assert "the launcher was killed: all ended\n" in scheduler_log()
+        assert "the launcher was killed, and all ranks with it\n" in scheduler_log()
 
 
 def test_when_nobody_reads_any_more_all_end(start):
@@ -354,7 +354,7 @@ def test_when_nobody_reads_any_more_all_end(start):
     os.close(reading)
     assert launcher.wait(timeout=20) == 128 + signal.SIGPIPE
     assert launcher.stderr.read() == ""
-    assert "nobody reads the output any more" in scheduler_log()
+    assert "the output has no reader any more" in scheduler_log()
 
 
 def is_full(pipe: int) -> bool:

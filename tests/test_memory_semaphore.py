@@ -1,4 +1,4 @@
-"""Semaphores: nobody sleeps through a ring, whenever it comes."""
+"""Semaphores: a process that waits never misses a wake-up, whenever it comes."""
 
 import mmap
 import os

@@ -72,5 +72,5 @@ def test_frozen_parameters_stay_out():
 
 
 def test_parameters_of_different_types_are_refused():
-    with pytest.raises(ValueError, match="of one type on one device"):
+    with pytest.raises(ValueError, match="all of them of one type and on one device"):
         flatten_gradients(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()))

@@ -1,4 +1,4 @@
-"""Whoever did not come is named, and not who waited: every way to hang, against every way to wait for a rank."""
+"""The rank that did not come is named, not those that waited: every way to hang, and every way to wait for a rank."""
 
 import inspect
 import itertools

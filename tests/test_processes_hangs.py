@@ -1,4 +1,4 @@
-"""A hang names itself: who waits for whom, in what, at which line of the user's; and nobody else is taken for one."""
+"""A hang is reported: who waits for whom, in which call, at which line of the user; nothing else counts as one."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""In a real kernel: a cell that is run again replaces the run that it had started; others hear what is in the way."""
+"""In a real kernel: a cell that is run again replaces its earlier run; other cells are told what is in the way."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from kernels import Kernel
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-REPLACED = "was still running since this cell ran before: it is stopped, and a new run begins"
+REPLACED = "was still running from this cell's last execution: it was stopped, and a new run begins"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from kernels import within
 
 import dlab
 from dlab.processes.parent import run_state
-from dlab.processes.worker.stopping import Modes, Stoppable
+from dlab.processes.worker.stopping import Stoppable, TorchModes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -222,7 +222,7 @@ def test_a_function_is_stopped_once_and_only_while_it_runs(stoppable):
 
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_stop_leaves_the_modes_of_torch_as_they_were(stoppable, catches):
-    before = Modes.now()
+    before = TorchModes.now()
 
     def enter_and_be_stopped():
         torch.set_grad_enabled(False)
@@ -239,7 +239,7 @@ def test_a_stop_leaves_the_modes_of_torch_as_they_were(stoppable, catches):
                     raise
     except dlab.Stopped:
         assert not catches
-    assert Modes.now() == before
+    assert TorchModes.now() == before
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     x = torch.ones(2, 2, requires_grad=True)
     assert (x @ x).dtype == torch.float32 and (x @ x).requires_grad

@@ -214,5 +214,5 @@ def test_outside_a_worker_nothing_is_told_and_no_hook_is_left(capsys):
 
 
 def test_a_stage_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"'received' is no stage of a gradient: use computed, .* applied"):
+    with pytest.raises(ValueError, match=r"'received' is not a stage of a gradient: use computed, .* applied"):
         trace("received", torch.ones(1))

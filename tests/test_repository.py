@@ -219,6 +219,59 @@ def test_the_package_of_a_relative_import_is_its_own():
     assert upward_imports("from ..strategies import DDP", "dlab.processes", is_package=True) != []
 
 
+# ----------------------------------------------------------------------------------------- the words
+
+# Words that the field does not use, and the field's own word for each.
+REPLACED = {
+    **dict.fromkeys(("bell", "bells"), "semaphore"),
+    **dict.fromkeys(("courier", "couriers"), "relay"),
+    **dict.fromkeys(("crew", "crews"), "worker pool"),
+    **dict.fromkeys(("flight", "flights"), "run state"),
+    **dict.fromkeys(("inbox", "inboxes"), "mailbox"),
+    **dict.fromkeys(("letter", "letters", "parcel", "parcels"), "message"),
+    **dict.fromkeys(("meeting", "meetings"), "rendezvous"),
+    **dict.fromkeys(("trainee", "trainees"), "trainer"),
+    **dict.fromkeys(("wire", "wires"), "transport"),
+    "patience": "backoff",
+}
+
+
+def classes_defined_twice(sources: dict[str, str]) -> list[str]:
+    """Class names that several modules define, whether public or private, as sentences."""
+    places: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(module)
+    return [f"{name} is defined in {' and '.join(found)}" for name, found in places.items() if len(found) > 1]
+
+
+def replaced_words(source: str) -> list[str]:
+    """The words of a source, also those inside of names, for which the field has another word."""
+    used = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", source)}
+    return [f"{word}: say {REPLACED[word]}" for word in sorted(used & REPLACED.keys())]
+
+
+def test_one_class_name_means_one_thing():
+    assert classes_defined_twice({str(path): (TOP / path).read_text() for path in MODULES}) == []
+
+
+def test_a_class_name_with_two_meanings_is_found():
+    sources = {"one.py": "class Table: ...", "two.py": "def make():\n    class _Table: ...", "three.py": "Table = 1"}
+    assert classes_defined_twice(sources) == ["Table is defined in one.py and two.py"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_the_words_are_those_of_the_field(path):
+    assert replaced_words((TOP / path).read_text()) == []
+
+
+def test_a_word_that_the_field_does_not_use_is_found():
+    source = 'class CrewMember:\n    """Rings a bell."""\n    def _open_inbox(self): ...'
+    assert replaced_words(source) == ["bell: say semaphore", "crew: say worker pool", "inbox: say mailbox"]
+    assert replaced_words("newsletter, Labelled, wireless") == []
+
+
 # ------------------------------------------------------------------------------------- the notebooks
 
 NOTEBOOKS = sorted((TOP / "notebooks").glob("**/*.ipynb"))

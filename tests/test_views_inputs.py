@@ -1,4 +1,4 @@
-"""Controls for one value: they show it as it is, and nothing but a hand makes them write."""
+"""Controls for one value: they show it as it is, and only the user makes them write."""
 
 from collections import deque
 
@@ -108,12 +108,12 @@ def test_what_is_typed_is_taken_as_it_is(value, typed, taken):
 @pytest.mark.parametrize(
     ("value", "typed", "sentence"),
     [
-        (0.05, "abc", "'abc' is no value for knob: give a number, such as 0.05"),
-        (0.05, "nan", "'nan' is no value for knob: give a number, such as 0.05"),
-        (0.05, "-inf", "'-inf' is no value for knob: give a number"),
-        (0.05, "", "'' is no value for knob: give a number"),
-        (4, "2.5", "'2.5' is no value for knob: give a whole number, such as 4"),
-        ([1], "abc", r"'abc' is no value for knob: give a list, such as \[1, 2\]"),
+        (0.05, "abc", "'abc' is not a value for knob: give a number, such as 0.05"),
+        (0.05, "nan", "'nan' is not a value for knob: give a number, such as 0.05"),
+        (0.05, "-inf", "'-inf' is not a value for knob: give a number"),
+        (0.05, "", "'' is not a value for knob: give a number"),
+        (4, "2.5", "'2.5' is not a value for knob: give a whole number, such as 4"),
+        ([1], "abc", r"'abc' is not a value for knob: give a list, such as \[1, 2\]"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_the_value_is_shown_again(value, typed, sentence):

@@ -11,7 +11,7 @@ import pytest
 import dlab
 from dlab.demo import average_gradients, train
 from dlab.views import panel as panels
-from dlab.views.panel import Live, Panel, RacePanel
+from dlab.views.panel import LivePanel, Panel, RacePanel
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def _find(widget, description):
 
 @pytest.fixture
 def live(run):
-    live = Live(Panel(run), _Handle())
+    live = LivePanel(Panel(run), _Handle())
     with _following(live, run):
         _eventually(lambda: _find(live.box, "lr") and sum(event.kind == "log" for event in run.events) > 10)
         yield live
@@ -132,7 +132,7 @@ def _texts(widget):
 
 
 def test_a_button_cannot_be_pressed_again_before_its_wish_is_carried_out(run):
-    live = Live(Panel(run), _Handle())  # whom nobody serves yet
+    live = LivePanel(Panel(run), _Handle())  # whom nobody serves yet
     pause = _find(live.box, "pause")
     pause.click()
     assert pause.disabled and not run.paused
@@ -149,11 +149,11 @@ def _rank_1_goes_on():
 
 def test_a_wish_that_fails_is_a_sentence_in_the_panel(cluster):
     run = cluster.start(_rank_1_goes_on)
-    live = Live(Panel(run), _Handle())
+    live = LivePanel(Panel(run), _Handle())
     with _following(live, run) as thread:
         _eventually(lambda: (0, "returned") in _states(run))
         _find(live.box, "kill").click()
-        _eventually(lambda: live._sentence.value == "rank 0 does not run any more: there is nothing to kill")
+        _eventually(lambda: live._sentence.value == "rank 0 is no longer running: there is nothing to kill")
         assert live._sentence.layout.display is None and thread.is_alive() and not run.done
         _find(live.box, "pause").click()  # it is served, and the sentence is gone
         _eventually(lambda: run.paused and live._sentence.value == "" and live._sentence.layout.display == "none")
@@ -293,7 +293,7 @@ def _logged(run, name="rate"):
 
 def test_in_a_race_each_run_has_its_own_knobs_and_one_slider_multiplies_them():
     race = dlab.race({"fast": _fast, "slow": _slow}, workers=2)
-    live = Live(RacePanel(race), _Handle())
+    live = LivePanel(RacePanel(race), _Handle())
     with _following(live, race):
         _eventually(lambda: _find(live.box, "lr") and len(_logged(race.runs["fast"])) > 10)
         assert _find(live.box, "lr").value == 0 and "×1" in _texts(live.box)
@@ -331,7 +331,7 @@ def _labels(widget):
 
 def test_a_knob_that_only_some_runs_have_is_turned_in_those_only():
     race = dlab.race({"fast": _fast, "slow": _slow}, workers=1, at_once=True)
-    live = Live(RacePanel(race), _Handle())
+    live = LivePanel(RacePanel(race), _Handle())
     with _following(live, race):
         _eventually(lambda: _find(live.box, "mode") and "fast 0.05, slow 0.0125" in _labels(live.box))
         _find(live.box, "mode").value = "odd"

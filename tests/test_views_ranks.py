@@ -1,4 +1,4 @@
-"""The ranks at a glance, from what became of them and from what their steps tell."""
+"""The ranks at a glance, from their states and their logged steps."""
 
 from matplotlib.figure import Figure
 

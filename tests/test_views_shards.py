@@ -127,7 +127,7 @@ def test_what_a_rank_told_last_counts():
 
 def test_nothing_yet_is_said_and_drawn():
     view = ShardView([dlab.Event(1.0, 0, "log", {"step": 0})])
-    assert view.empty and "no rank has told" in str(view) and "no rank has told" in view.alt
+    assert view.empty and "no rank has reported" in str(view) and "no rank has reported" in view.alt
     assert isinstance(view.figure(), Figure)
 
 

@@ -1,4 +1,4 @@
-"""Staleness: a histogram per rank of what the updates have told, counted here again."""
+"""Staleness: a histogram per rank of the logged updates, counted here again."""
 
 import random
 from collections import Counter
@@ -83,7 +83,7 @@ def test_the_still_has_alt_text():
 def test_nothing_yet_is_said_and_drawn():
     for events in ([], [_log(0, [])], [dlab.Event(0.0, 0, "log", {"step": 0, "loss": 1.0})]):
         view = Staleness(events)
-        assert view.empty and "no rank has told of an update yet" in str(view) and "no rank" in view.alt
+        assert view.empty and "no rank has reported an update yet" in str(view) and "no rank" in view.alt
         assert isinstance(view.figure(), Figure)
 
 

@@ -1,4 +1,4 @@
-"""The order of messages is found again, however far ahead of each other the ranks that told them were."""
+"""The order of messages is recovered, however far ahead of each other the ranks that recorded them were."""
 
 import random
 

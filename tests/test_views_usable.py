@@ -1,4 +1,4 @@
-"""Whatever is logged, no view fails: what cannot be drawn is left out and counted, and a loss that breaks is told."""
+"""Whatever is logged, no view fails: what cannot be drawn is left out and counted, and a broken loss is reported."""
 
 import json
 import math
@@ -176,12 +176,12 @@ def test_many_losses_that_break_are_told_in_few_words():
 def test_events_that_cannot_be_drawn_are_counted_with_their_reason():
     told = logged(step=range(6), loss=[1.0, "much", None, [1.0, 2.0], 0.5, 0.4])
     view = LossCurves(told)
-    said = "3 events left out: their loss is no number"
+    said = "3 events left out: their loss is not a number"
     data, bundle, _, text, alt = show(view)
     assert view.losses[0][:, 1].tolist() == [1.0, 0.5, 0.4]
     assert text.endswith(f"\n{said}") and alt.endswith(f" {said}.") and data[0]["title"] == f"Loss: {said}"
     assert f"<div>{said}</div>" in bundle["text/html"]
-    assert LossCurves(logged(loss=["1.0"])).missing == "1 event left out: its loss is no number"  # a text is none
+    assert LossCurves(logged(loss=["1.0"])).missing == "1 event left out: its loss is not a number"  # a text is none
     assert Timeline(told).missing == "" and Ranks(told).missing == ""  # they do not read losses
 
 
@@ -189,13 +189,13 @@ def test_of_an_event_all_that_is_fine_is_drawn():
     told = logged(step=range(4), loss=["x"] * 4, samples=[8] * 4, compute=[0.1] * 4, wait=[0.1, "long", 0.1, INF])
     assert not Throughput(told).empty and Throughput(told).missing == ""
     assert len(Timeline(told).lanes[0].steps) == 4
-    assert Timeline(told).missing == "2 events left out: their wait is no number"
+    assert Timeline(told).missing == "2 events left out: their wait is not a number"
 
 
 def test_staleness_is_a_list_or_one_number():
     view = Staleness(logged(staleness=[1, [0, 2], 2.0, NAN, [1.5], "old", -1, [10**30], [], None]))
     assert view.counts == {0: {0: 1, 1: 1, 2: 2}}
-    assert view.missing == "6 events left out: their staleness is no whole number from 0 on"
+    assert view.missing == "6 events left out: their staleness is not a whole number from 0 on"
 
 
 @pytest.mark.parametrize(
@@ -217,20 +217,20 @@ def test_a_loss_is_drawn_at_any_step(steps, drawn):
 def test_other_events_are_left_out_with_their_reason():
     norms = [{"a": 1.0}, {"a": "x"}, 3, {"a": NAN}]
     watched = [Event(1.0, 0, "gradients", {"step": step, "norms": each}) for step, each in enumerate(norms)]
-    assert GradientFlow(watched).missing == "2 events left out: their norms are no numbers by layer"
+    assert GradientFlow(watched).missing == "2 events left out: their norms are not numbers by layer"
     message = {"source": 0, "destination": 1, "bytes": 4, "start": 1.0, "end": 2.0, "phase": "", "step": 0}
     odd = [message, message | {"source": 10**9}, message | {"round": 10**12}, message | {"destination": 0}, {}]
     view = Messages([Event(1.0, 0, "message", data) for data in odd])
     assert view.messages == 1 and view.missing == (
-        "2 events left out: their source is no rank; 1 event left out: its round is no whole number from 0 on; "
-        "1 event left out: its destination is no other rank"
+        "2 events left out: their source is not a rank; 1 event left out: its round is not a whole number from 0 on; "
+        "1 event left out: its destination is not another rank"
     )
     cut = [{"tensor": "w", "shape": [4], "slice": each} for each in ([[0, 2]], [[0, 5]], [[2, 0]], [])]
     table = ShardView([Event(1.0, rank, "slice", data) for rank, data in enumerate(cut)])
     assert len(table.tensors["w"].slices) == 1 and table.left_out.total() == 3
     states = [Event(1.0, 0, "state", {"state": "tired"}), Event(1.0, 1, "state", {"state": 3})]
     ranks = Ranks(states)
-    assert str(ranks).splitlines() == ["rank 0   tired", "1 event left out: its state is no text"]
+    assert str(ranks).splitlines() == ["rank 0   tired", "1 event left out: its state is not text"]
     show(ranks)
     for event in (Event(NAN, 0, "log", {}), Event(1.0, "a", "log", {}), Event(1.0, -1, "log", {})):
         assert all(view([event]).left_out.total() == 1 for view in VIEWS)
@@ -252,7 +252,7 @@ def test_a_worker_tells_whatever_it_is_given():
         assert ring.push("log", {"step": step, "loss": loss, "staleness": 1})
     view = LossCurves(Arrivals(records=[ring.take(0)]))
     assert view.losses[0][:, 1].tolist() == pytest.approx([NAN, INF, -INF, INF, NAN, NAN], nan_ok=True)
-    assert view.missing == "3 events left out: their loss is no number"
+    assert view.missing == "3 events left out: their loss is not a number"
 
 
 def test_what_is_not_finite_is_the_same_after_saving(tmp_path):

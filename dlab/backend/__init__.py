@@ -1,9 +1,8 @@
 """The collectives of this package as a torch.distributed backend named `dlab`, for tensors on the CPU.
 
-`import dlab.backend` registers it. From then on `dist.init_process_group("dlab", …)` gives a process group on which
-PyTorch's own DDP, FSDP and DTensor run unmodified: over shared memory between processes of one host, over gloo's point
-to point between hosts. `using(my_ring)` puts a function of your own in the place of all-reduce. Taught in
-`02_allreduce.ipynb`.
+`import dlab.backend` registers it. Then `dist.init_process_group("dlab", …)` makes a process group on which PyTorch's
+own DDP, FSDP and DTensor run unmodified: over shared memory between processes of one host, over gloo's point-to-point
+messages between hosts. `using(my_ring)` replaces all-reduce by a function of your own. Taught in `02_allreduce.ipynb`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _chosen: tuple[Callable[..., Any] | None, Emit | None] = (None, None)
 class using:
     """The backend with your own all-reduce: `dlab.Cluster(4, backend=dlab.backend.using(my_ring))`.
 
-    The function works in place: `my_ring(tensor, transport)`. If it also takes `op`, it gets every reduction; if not,
-    sums and means, while the others stay the package's own. Each message that it sends is recorded as an event.
+    The function works in place: `my_ring(tensor, transport)`. If it also takes `op`, it gets every reduction; otherwise
+    only sums and means, and the others stay the package's own. Each message that it sends is recorded as an event.
     """
 
     allreduce: Callable[..., Any] | None = None
@@ -36,7 +35,7 @@ class using:
             raise TypeError(f"using() takes a function fn(tensor, transport), not {self.allreduce!r}")
 
     def install(self, emit: Emit) -> None:
-        """Called in a worker: groups made from now on use the function, and tell of its messages."""
+        """Let groups made in this worker from now on use the function, and record its messages."""
         global _chosen
         _chosen = (self.allreduce, emit)
 

@@ -1,6 +1,6 @@
 """A torch.distributed process group whose collectives are those of `dlab.collectives`."""
 
-# torch.distributed always gives lists and options, where its hints also allow other forms
+# torch.distributed always passes lists and options, where its hints also allow other forms
 # mypy: disable-error-code="override,assignment,misc"
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPS = {
 
 
 class DlabGroup(dist.ProcessGroup):
-    """Every collective goes through one task queue, so that all ranks do them in the order in which they were called.
+    """Runs every collective through one task queue, so that all ranks do them in the order in which they were called.
 
     On one host the ranks share memory; between hosts gloo carries the messages.
     """
@@ -74,7 +74,7 @@ class DlabGroup(dist.ProcessGroup):
         self._plugged = allreduce
         self._takes_op = allreduce is not None and "op" in inspect.signature(allreduce).parameters
 
-    # names: torch keeps those of a group in its backends, which a group written in Python has not
+    # names: torch stores those of a group in its backends, which a group written in Python does not have
 
     def getBackendName(self) -> str:
         """The name under which torch.distributed knows this backend: `dlab`."""
@@ -85,15 +85,15 @@ class DlabGroup(dist.ProcessGroup):
         self._name = name
 
     def getGroupName(self) -> str:
-        """By which DTensor finds it."""
+        """Return the name by which DTensor finds the group."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Given by whoever made it."""
+        """Keep the description that the maker of the group has given it."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """A description of the group, for torch.distributed's logs."""
+        """Return the description of the group, for torch.distributed's logs."""
         return self._description
 
     _set_group_name, group_name = setGroupName, property(getGroupName)
@@ -102,7 +102,7 @@ class DlabGroup(dist.ProcessGroup):
     # reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Pending:
-        """Combine the tensors of all ranks; each ends with the result in its own tensor."""
+        """Combine the tensors of all ranks; every rank ends with the result in its own tensor."""
 
         def task() -> None:
             for tensor in tensors:
@@ -117,7 +117,7 @@ class DlabGroup(dist.ProcessGroup):
             self._reduce_sparse(tensor, op)
             return
         row, _ = prepare(tensor, op)
-        self._transport.label("all-reduce", 0)  # a function that labels nothing is not to be taken for what was before
+        self._transport.label("all-reduce", 0)  # so that an unlabelled function does not inherit the previous label
         if self._plugged is None:
             if self._shared is not None:
                 self._shared.allreduce(row, op)
@@ -132,7 +132,7 @@ class DlabGroup(dist.ProcessGroup):
             collectives.ring_allreduce(row, self._transport, op)
 
     def _reduce_sparse(self, tensor: torch.Tensor, op: str) -> None:
-        """Everyone gets everyone's entries, and adds them up."""
+        """Send every rank's entries to all ranks, and let each add them up."""
         if op != "sum":
             raise ValueError(f"sparse tensors can be summed, not reduced by {op!r}: call .to_dense() first")
         mine = tensor.detach().coalesce()
@@ -148,7 +148,7 @@ class DlabGroup(dist.ProcessGroup):
         tensor.copy_(total)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Pending:
-        """Combine the tensors of all ranks into the root's; those of the others keep what they hold."""
+        """Combine the tensors of all ranks in the root's tensor; the other ranks' tensors stay unchanged."""
 
         def task() -> None:
             for tensor in tensors:
@@ -157,7 +157,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Pending:
-        """Rank r gets the combination of everyone's r-th tensor."""
+        """Give rank r the combination of all ranks' r-th tensors."""
 
         def task() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -168,7 +168,7 @@ class DlabGroup(dist.ProcessGroup):
 
     @property
     def _memory(self) -> SharedCollectives | None:
-        """To go through, unless the all-reduce is one of the user's own: then every message is to be seen."""
+        """The shared memory to use, or None if the all-reduce is the user's own, whose messages are to be visible."""
         return self._shared if self._plugged is None and self.size() > 1 else None
 
     def _combine_parts(self, parts: Tensors, op: str) -> torch.Tensor:
@@ -183,11 +183,11 @@ class DlabGroup(dist.ProcessGroup):
         return chunks[self.rank()]
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
-        """The same, with the parts one after another in one tensor."""
+        """Reduce and scatter parts that lie one after another in one tensor."""
         return self.reduce_scatter([output], [self._cut(input)], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        """Several reduce-scatters in one call."""
+        """Do several reduce-scatters in one call."""
         return self.reduce_scatter(outputs, [self._cut(each) for each in inputs], opts)
 
     # moving whole tensors
@@ -202,7 +202,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, tensors, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
-        """Every rank gets the tensors of all ranks, as a list."""
+        """Give every rank the tensors of all ranks, as a list."""
 
         def task() -> None:
             for rows, mine in zip(outputs, inputs, strict=True):
@@ -211,15 +211,15 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, outputs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
-        """Several at once: here the outputs come by rank, not by tensor."""
+        """Do several all-gathers in one call, with the outputs ordered by rank instead of by tensor."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Pending:
-        """The same, one after another in one tensor."""
+        """Gather the tensors of all ranks one after another in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        """Several all-gathers in one call."""
+        """Do several all-gathers in one call."""
 
         def task() -> None:
             for output, mine in zip(outputs, inputs, strict=True):
@@ -232,7 +232,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, list(outputs), opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
-        """The root gets the tensors of all ranks, as a list."""
+        """Give the root the tensors of all ranks, as a list."""
 
         def task() -> None:
             gathered = collectives.gather(inputs[0].contiguous(), self._transport, opts.rootRank)
@@ -242,7 +242,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, outputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
-        """Everyone gets a tensor of the root's."""
+        """Give each rank one of the root's tensors."""
 
         def task() -> None:
             parts = [part.contiguous() for part in inputs[0]] if inputs else None
@@ -251,7 +251,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(task, outputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        """Rank s gets everyone's s-th tensor."""
+        """Give rank s all ranks' s-th tensors."""
 
         def task() -> None:
             rows = [_contiguous(output) for output in outputs]
@@ -268,7 +268,7 @@ class DlabGroup(dist.ProcessGroup):
         input_splits: Sequence[int] | None = None,
         opts: Any = None,
     ) -> Pending:
-        """The same, one after another in one tensor; the splits say how many rows each has."""
+        """Exchange parts that lie one after another in one tensor; the splits are the numbers of their rows."""
         return self.alltoall(self._cut(output, output_splits), self._cut(input, input_splits), opts)
 
     def barrier(self, opts: Any = None) -> Pending:
@@ -276,7 +276,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._do(self._bare.barrier, [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier at which rank 0 says who has not come within the timeout: the first of them, or all."""
+        """Wait at a barrier at which rank 0 names who has not come within the timeout: the first of them, or all."""
         self._monitored += 1
         place = f"monitored barrier {self._monitored}"
         meet_monitored(
@@ -294,10 +294,10 @@ class DlabGroup(dist.ProcessGroup):
         return self._post.receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """One tensor, from whoever is first."""
+        """Receive one tensor from whichever rank sends first."""
         return self._post.receive(tensors[0], ANY_SOURCE, tag)
 
-    # the names that older code and C++ know
+    # the names that older code and C++ use
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -305,10 +305,10 @@ class DlabGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # life
+    # memory and shutdown
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory in which `allreduce` copies nothing. Every rank must call it."""
+        """Allocate memory that `allreduce` need not copy. Every rank must call it."""
         if self._shared is None:
             return torch.empty(shape, dtype=dtype)
         made: list[torch.Tensor] = []
@@ -317,7 +317,7 @@ class DlabGroup(dist.ProcessGroup):
         return made[0]
 
     def shutdown(self) -> None:
-        """Whoever still waits is told so."""
+        """End the group; operations that still wait fail with an error."""
         self._post.close()
         self._task_queue.close()
         if isinstance(self._bare, SharedTransport):
@@ -331,7 +331,7 @@ class DlabGroup(dist.ProcessGroup):
         return self._task_queue.do(task, value, later=opts is None or opts.asyncOp)
 
     def _share(self, rows: Tensors, mine: torch.Tensor) -> None:
-        """All-gather into tensors that are there."""
+        """Gather all ranks' tensors into existing ones."""
         chunks = [_contiguous(row) for row in rows]
         alike = all(chunk.numel() == mine.numel() for chunk in chunks)
         if alike and (memory := self._memory) is not None:
@@ -345,7 +345,7 @@ class DlabGroup(dist.ProcessGroup):
         _copy_back(chunks, rows)
 
     def _cut(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """A tensor as one part for each rank: equal ones, or with so many rows each."""
+        """Cut a tensor into one part per rank: equal parts, or parts with the given numbers of rows."""
         rows = tensor.detach().contiguous() if tensor.dim() else tensor.detach().view(1)
         if sizes:
             return list(rows.split(list(sizes)))

@@ -1,4 +1,4 @@
-"""Between hosts there is no shared memory: gloo's sends and receives carry the messages."""
+"""Messages between hosts, which share no memory, are carried by gloo's sends and receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlab.transports.base import TensorAndRank
 
 
 class GlooTransport(TorchTransport):
-    """A transport on a ProcessGroupGloo that torch.distributed itself does not know of."""
+    """A transport on a ProcessGroupGloo that is not registered with torch.distributed."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
@@ -25,24 +25,24 @@ class GlooTransport(TorchTransport):
         return works if incoming is None else [*works, self._gloo.recv([incoming[0]], incoming[1], _COLLECTIVE)]
 
 
-_COLLECTIVE = 1 << 30  # a tag that no user takes
+_COLLECTIVE = 1 << 30  # a tag that no user chooses
 
 
 class GlooPointToPoint:
-    """What `PointToPoint` is on one host."""
+    """Point-to-point messages between hosts; `PointToPoint` does the same on one host."""
 
     def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Any:
-        """gloo's own send; ends when the tensor may be changed."""
+        """Send with gloo; the work ends when the tensor may be changed."""
         return self._gloo.send([tensor], destination, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """gloo's own receive, from one rank or from any."""
+        """Receive with gloo, from one rank or from any."""
         if source == ANY_SOURCE:
             return self._gloo.recv_anysource([tensor], tag)
         return self._gloo.recv([tensor], source, tag)
 
     def close(self) -> None:
-        """Nothing to do: gloo closes its connections itself."""
+        """Do nothing, since gloo closes its connections itself."""

@@ -1,6 +1,6 @@
-"""Point to point with tags: sends and receives that go on by themselves, over rings in shared memory.
+"""Point-to-point messages with tags: asynchronous sends and receives over rings in shared memory.
 
-A message that nobody has asked for, but which lies in front of one that somebody waits for, is put aside.
+A message that no receive has asked for yet is set aside if one behind it is wanted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlab.transports.checked import compare, header
 ANY_SOURCE = -1
 _HEADER = struct.Struct("<QQqQ")  # items, type, tag, bytes
 
-Outcome = tuple[Pending, Exception | None, int]  # a work, what went wrong, and who sent it
+Outcome = tuple[Pending, Exception | None, int]  # a work, its error, and the rank that sent it
 
 
 @dataclass(eq=False)
@@ -32,22 +32,22 @@ class PendingReceive:
     tag: int
     tensor: torch.Tensor
     work: Pending
-    taken: bool = False  # its message is coming
+    taken: bool = False  # its message is arriving
 
 
 @dataclass
 class IncomingMessage:
-    """A message on its way in: first its head, then its body, straight into the tensor of whoever waits for it."""
+    """An arriving message: first the header, then the body, directly into the tensor of the receive that wants it."""
 
     head: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
     body: memoryview | None = None
     read: int = 0
     receive: PendingReceive | None = None
-    unwanted: bool = False  # its receiver expected something else, and has been told so
+    unwanted: bool = False  # it does not fit its receive, which has failed with an error
 
     @property
     def tag(self) -> int:
-        """What it is matched by."""
+        """The tag that a receive must match."""
         return int(_HEADER.unpack(self.head)[2])
 
     @property
@@ -57,19 +57,19 @@ class IncomingMessage:
 
 
 class PointToPoint:
-    """One rank's sends and receives: begun by whoever asks, and carried on by a thread if they cannot end at once."""
+    """One rank's sends and receives: the caller starts them, and a thread continues those that cannot end at once."""
 
     def __init__(self, transport: SharedTransport, name: str) -> None:
         self._transport, self._name = transport, name
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._out: dict[int, deque[tuple[memoryview, Pending | None]]] = defaultdict(deque)
-        self._receives: list[PendingReceive] = []  # in the order in which they were made
+        self._receives: list[PendingReceive] = []  # in the order in which they were posted
         self._coming = {other: IncomingMessage() for other in transport.incoming}
         self._aside: dict[int, list[IncomingMessage]] = defaultdict(list)
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Pending:
-        """Done when all of it is on its way: from then on the tensor may be changed."""
+        """Send a tensor; the work is done when all of it has been written, and then the tensor may be changed."""
         self._transport.check(tensor, destination)
         content, work = bytes_of(tensor), Pending([tensor])
         head = memoryview(_HEADER.pack(*header(tensor), tag, len(content)))
@@ -79,7 +79,7 @@ class PointToPoint:
         return work
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
-        """Done when it is there. The source may be ANY_SOURCE."""
+        """Receive into a tensor; the work is done when all of it has arrived. The source may be ANY_SOURCE."""
         someone = (self._transport.rank + 1) % self._transport.size
         self._transport.check(tensor, someone if source == ANY_SOURCE else source)
         receive = PendingReceive(source, tag, tensor, Pending([tensor], source))
@@ -93,13 +93,13 @@ class PointToPoint:
         return receive.work
 
     def close(self) -> None:
-        """Whatever still waits is told so."""
+        """Stop the thread; operations that still wait fail with an error."""
         with self._changed:
             self._transport.peers.closed = True
             self._changed.notify_all()
 
     def _begin(self) -> None:
-        """Get as far as possible at once; the thread does the rest."""
+        """Get as far as possible at once, and leave the rest to the thread."""
         with self._changed:
             _, outcomes = self._advance()
             if self._busy():
@@ -132,7 +132,7 @@ class PointToPoint:
                 self._give_up(problem)
 
     def _whom(self) -> tuple[list[int], str]:
-        """Whom the oldest of all waits for."""
+        """Return whom the oldest operation waits for, and how."""
         with self._changed:
             if self._receives:
                 source = self._receives[0].source
@@ -140,7 +140,7 @@ class PointToPoint:
             return [other for other, queue in self._out.items() if queue][:1], "to send to {}"
 
     def _give_up(self, problem: Exception) -> None:
-        """Nothing more will come from, or go to, the rank that the oldest waits for."""
+        """Fail the operations with the rank that the oldest one waits for."""
         with self._changed:
             others, _ = self._whom()
             lost = [receive for receive in self._receives if receive.source in (*others, ANY_SOURCE)]
@@ -152,7 +152,7 @@ class PointToPoint:
         _announce([(work, problem, ANY_SOURCE) for work in works])
 
     def _advance(self) -> tuple[int, list[Outcome]]:
-        """Move whatever can be moved, and say what has come to its end."""
+        """Move all data that can be moved, and return the operations that have ended."""
         moved, outcomes = 0, list[Outcome]()
         for destination, queue in self._out.items():
             while queue:
@@ -177,7 +177,7 @@ class PointToPoint:
         return any(receive.source in (source, ANY_SOURCE) for receive in self._receives)
 
     def _read(self, source: int, outcomes: list[Outcome]) -> int:
-        """Read on in the message that comes from this rank; gives how many bytes were there."""
+        """Continue to read the message from this rank, and return the number of bytes read."""
         ring, message, count = self._transport.incoming[source], self._coming[source], 0
         if message.body is None:
             count = ring.get(memoryview(message.head)[message.read :])
@@ -195,13 +195,13 @@ class PointToPoint:
                 outcomes.append((message.receive.work, None, source))
             elif not message.unwanted:
                 self._aside[source].append(message)
-                if (receive := self._match(source, message.tag)) is not None:  # asked for while it was put aside
+                if (receive := self._match(source, message.tag)) is not None:  # requested while it was being set aside
                     self._receives.remove(receive)
                     self._open(receive, source, outcomes)
         return count + more
 
     def _address(self, message: IncomingMessage, source: int, outcomes: list[Outcome]) -> None:
-        """The head is there: where is the body to go?"""
+        """Decide, when the header is complete, where the body goes."""
         message.read, message.receive = 0, self._match(source, message.tag)
         if message.receive is not None:
             try:
@@ -215,7 +215,7 @@ class PointToPoint:
         message.body = memoryview(bytearray(_HEADER.unpack(message.head)[3]))
 
     def _match(self, source: int, tag: int) -> PendingReceive | None:
-        """The oldest receive that waits for such a message."""
+        """Return the oldest receive that waits for such a message."""
         for receive in self._receives:
             if receive.tag == tag and receive.source in (source, ANY_SOURCE) and not receive.taken:
                 receive.taken, receive.source = True, source
@@ -223,7 +223,7 @@ class PointToPoint:
         return None
 
     def _open(self, receive: PendingReceive, source: int, outcomes: list[Outcome]) -> bool:
-        """Take what was put aside for it, if there is such a message."""
+        """Complete a receive with a message that was set aside, if there is one."""
         for message in self._aside[source]:
             if message.tag == receive.tag and message.body is not None:
                 self._aside[source].remove(message)
@@ -239,6 +239,6 @@ class PointToPoint:
 
 
 def _announce(outcomes: list[Outcome]) -> None:
-    """Not under the lock: what waits for a work may ask for the next one."""
+    """Complete the works; not under the lock, because a callback may start the next operation."""
     for work, problem, source in outcomes:
         work.finish(problem, source)

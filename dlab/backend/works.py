@@ -1,4 +1,4 @@
-"""Work that may still be going on: what async_op=True gives, and the thread that carries it out."""
+"""Work handles, which async_op=True returns, and the thread that does the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class Pending(dist.Work):
-    """A work handle: `wait()` returns when it is done, or raises what went wrong."""
+    """A work handle: `wait()` returns when the work is done, or raises its error."""
 
     def __init__(self, value: Any, source: int = -1) -> None:
         super().__init__()
@@ -23,16 +23,16 @@ class Pending(dist.Work):
         self._guard = threading.Lock()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """It is done, or has failed; of a receive from anyone, `source` is who it was."""
+        """Mark the work as done or failed; for a receive from any rank, `source` is the sender."""
         with self._guard:
             self._error, self._source = error, max(source, self._source)
             self._done.set()
             future = self._future
         if future is not None:
-            self._tell(future)
+            self._complete(future)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """For C++ and for callbacks."""
+        """Return a future, for C++ and for callbacks."""
         with self._guard:
             if self._future is not None:
                 return self._future
@@ -40,17 +40,17 @@ class Pending(dist.Work):
             self._future = future
             done = self._done.is_set()
         if done:
-            self._tell(future)
+            self._complete(future)
         return future
 
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._value)
         else:
             future.set_exception(self._error)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Signals get through, so that a waiting rank can be stopped."""
+        """Wait for the work; signals are handled meanwhile, so that a waiting rank can be stopped."""
         seconds = timeout.total_seconds() if timeout else None
         if not self._done.wait(seconds or None):
             raise TimeoutError(f"the work was not done in {seconds:g} s")
@@ -59,41 +59,41 @@ class Pending(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """On the CPU, the same."""
+        """Wait for the work, which on the CPU is all there is to do."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Has it ended, well or not?"""
+        """Return whether the work has ended, with or without an error."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Has it ended without an error?"""
+        """Return whether the work has ended without an error."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The error that ended it, or None."""
+        """Return the error that ended the work, or None."""
         return self._error
 
     def result(self) -> Any:
-        """The tensors that it fills in."""
+        """Return the tensors that the work fills."""
         self.wait()
         return self._value
 
     def source_rank(self) -> int:
-        """Of a receive: who sent it."""
+        """The sender of a completed receive."""
         return self._source
 
     _source_rank = source_rank
 
 
 class TaskQueue:
-    """Does one thing after another, in the order asked: at once if nothing else is to be done, else in its thread."""
+    """Runs tasks in order: at once in the calling thread if there are no others, otherwise in its own thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Pending] | None] = SimpleQueue()
         self._guard, self._turn = threading.Lock(), threading.Lock()
-        self._waiting = 0  # asked for and not done
+        self._waiting = 0  # submitted and not done
         self._thread: threading.Thread | None = None
 
     def do(self, task: Callable[[], Any], value: Any, later: bool) -> Pending:
@@ -124,7 +124,7 @@ class TaskQueue:
             self._waiting -= 1
 
     def _serve(self) -> None:
-        torch.set_grad_enabled(False)  # of this thread
+        torch.set_grad_enabled(False)  # in this thread
         while (item := self._tasks.get()) is not None:
             task, work = item
             error = None
@@ -138,5 +138,5 @@ class TaskQueue:
             work.finish(error)
 
     def close(self) -> None:
-        """Let the thread end when it has done what was asked for."""
+        """Let the thread end when it has finished its tasks."""
         self._tasks.put(None)

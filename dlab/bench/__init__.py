@@ -1,7 +1,7 @@
-"""What dlab is worth on this machine: ratios, each measured side by side in one run (`make bench`).
+"""How fast dlab is on this machine: ratios, each measured side by side in one run (`make bench`).
 
-A theme is a file: its functions carry `@row("…")` and give a `Row`. A new theme is a new file and its name in `THEMES`.
-Nothing heavy is imported here: every process that mp.spawn starts imports this again, and its time is measured.
+Each theme is a file whose functions are marked with `@row("…")` and return a `Row`; a new one is added to `THEMES`.
+Nothing heavy is imported here, because every process that mp.spawn starts imports this, and its time is measured.
 """
 
 THEMES = (

@@ -1,6 +1,6 @@
-"""`python -m dlab.bench`: measure, and print what was found. Progress goes to stderr, the table to stdout.
+"""`python -m dlab.bench`: measure, and print the results. Progress goes to stderr, the table to stdout.
 
-A whole run also writes the page of figures, `RESULTS.md` beside this file.
+A complete run also writes the page of figures, `RESULTS.md` beside this file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dlab.bench import THEMES
 
 PAGE = Path(__file__).with_name("RESULTS.md")
 
-# What measures is imported in main(), because processes that mp.spawn starts import this file.
+# The measuring modules are imported in main(), because processes that mp.spawn starts import this file.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the chosen rows and print their table; 1 if a measurement broke, whatever the figures say otherwise."""
+    """Measure the chosen rows and print their table; returns 1 only if a measurement failed to run."""
     parser = argparse.ArgumentParser(prog="python -m dlab.bench", description="Measure dlab on this machine.")
     parser.add_argument("--quick", action="store_true", help="fewer repeats: rough figures in about a minute")
     parser.add_argument("-k", metavar="WORD", default="", help="only the rows with this word in their name")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dlab.bench import measure, rows, table
 
-    machine = measure.machine()  # first, because we are about to change its load
+    machine = measure.machine()  # first, because the benchmark changes the load
     for theme in THEMES:
         importlib.import_module(f"dlab.bench.{theme}")
     chosen = [name for name in rows.REGISTERED if options.k.lower() in name.lower()]
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured.append(rows.REGISTERED[name](name, options.quick))
         except KeyboardInterrupt:
             print(" stopped", file=sys.stderr)
-            code = 130  # what shells expect of a program that ended by Ctrl-C
+            code = 130  # the exit code that shells expect after Ctrl-C
             break
         except Exception:
             print(" broke", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Gradient compression, in GB of float32 gradient a second on one core; taught in `06_gradient_compression.ipynb`.
 
-Slower than 1 GB/s, the speed of a good network, packing would cost more time than it saves on the transport.
+Below 1 GB/s, the speed of a good network, compression would cost more time than it saves on the transport.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ QUICK = {1 << 20: "1 MiB"}
 PACKED, UNPACKED, COPY = "packed", "unpacked", "copy"
 ROUNDS = 9
 
-Speeds = dict[tuple[str, str, str], list[float]]  # GB/s of each round, by size, what, and whether packed or unpacked
+Speeds = dict[tuple[str, str, str], list[float]]  # GB/s of each round, by size, compression, and packing or unpacking
 
 
 def against_network(kind: str, way: str, name: str, quick: bool) -> Row:
-    """The slowest of the sizes, and the note has the others."""
+    """Make a row for the slowest of the sizes; its note has the others."""
     speeds = {size: rounds for (size, who, what), rounds in measured(quick).items() if (who, what) == (kind, way)}
     slowest = min(speeds, key=lambda size: median(speeds[size]))
     ours, each = median(speeds[slowest]), ", ".join(f"{size} {number(median(speeds[size]))}" for size in speeds)
@@ -36,7 +36,7 @@ def against_network(kind: str, way: str, name: str, quick: bool) -> Row:
 
 
 def grid(name: str, quick: bool) -> Grid:
-    """Every compression, both ways, at every size; and what a copy of the gradient makes."""
+    """Measure every compression in both directions at every size, and a copy of the gradient."""
     speeds = measured(quick)
     cases = list(dict.fromkeys((who, what) for _, who, what in speeds))
     sizes = list(dict.fromkeys(size for size, _, _ in speeds))
@@ -53,7 +53,7 @@ def grid(name: str, quick: bool) -> Grid:
 
 @cache
 def measured(quick: bool) -> Speeds:
-    """All of them in turn, after a call that touches the memory."""
+    """Measure all of them in turn, after a first call that touches the memory."""
     speeds: Speeds = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def measured(quick: bool) -> Speeds:
 
 
 def _works(count: int) -> dict[tuple[str, str], Callable[[], Any]]:
-    """By compression and way; of a gradient for which 2bit sends something of a tenth of the values."""
+    """Return the calls by compression and direction, for a gradient of which 2bit sends about a tenth of the values."""
     gradient, out = 0.3 * torch.randn(count), torch.empty(count)
     works: dict[tuple[str, str], Callable[[], Any]] = {}
     for kind in KINDS:

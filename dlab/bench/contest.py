@@ -1,6 +1,6 @@
-"""A contest: contenders for one collective, float32, 4 KiB to 64 MiB, who take turns in the same workers.
+"""A contest for one collective, float32, 4 KiB to 64 MiB: the contenders take turns in the same workers.
 
-Open MPI has processes of its own, in the same rounds. A row shows the size that is nearest to missing its target.
+Open MPI runs in its own processes, in the same rounds. A row shows the size that is closest to missing its target.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SIZES = {4 << 10: "4 KiB", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 M
 SHARED, PRIVATE, GLOO = "dlab, shared tensor", "dlab, private tensor", "gloo"
 OPEN_MPI, COPY = "Open MPI", "copy"
 
-ROUNDS, PASSES = 4, 2  # each round counts twice: a pass through the contenders, and one back
-SECONDS = 0.03  # a sample is as many calls as take this long, so that the naps of waiting ranks even out
+ROUNDS, PASSES = 4, 2  # each round counts twice: once through the contenders, and once back
+SECONDS = 0.03  # a sample has as many calls as take this long, so that the naps of waiting ranks average out
 
 Case = tuple[int, str]  # bytes, contender
 Repeats = Mapping[Case, int]
-Times = dict[Case, list[float]]  # microseconds per call; a number for each sample
-Entries = Callable[[int], dict[str, Callable[[], Any]]]  # the contenders' calls for so many bytes, after a check
+Times = dict[Case, list[float]]  # microseconds per call; one number per sample
+Entries = Callable[[int], dict[str, Callable[[], Any]]]  # makes the contenders' calls for this many bytes
 
 
 class Comparison(NamedTuple):
-    """How many times faster one contender should be than another: by ranks, then by size; None asks for nothing."""
+    """How many times faster one contender should be than another, by ranks and then by size; None sets no target."""
 
     name: str
     ours: str
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Contest:
-    """One collective: its name, who takes part, and what is asked. `entries` runs in every worker."""
+    """One collective: its name, the contenders and the targets. `entries` runs in every worker."""
 
     name: str
     contenders: tuple[str, ...]
@@ -51,7 +51,7 @@ class Contest:
     note: str
 
     def register(self) -> None:
-        """Its rows and grids, for 2 and 4 ranks."""
+        """Register its rows and grids, for 2 and 4 ranks."""
         for ranks in RANKS:
             row(f"{self.name}, {ranks} ranks, microseconds")(partial(grid, self, ranks))
             for comparison in self.comparisons:
@@ -60,7 +60,7 @@ class Contest:
 
 
 def grid(contest: Contest, ranks: int, name: str, quick: bool) -> Grid:
-    """Every contender at every size: the median of its samples."""
+    """Show the median of every contender at every size."""
     times = measured(contest, ranks, quick)
     there = [who for who in contest.contenders if (min(SIZES), who) in times]
     lines = [(label, *(number(median(times[size, who])) for who in there)) for size, label in SIZES.items()]
@@ -68,7 +68,7 @@ def grid(contest: Contest, ranks: int, name: str, quick: bool) -> Grid:
 
 
 def compare(contest: Contest, comparison: Comparison, ranks: int, name: str, quick: bool) -> Row:
-    """A row of the size that is nearest to missing its target; its note has the others."""
+    """Make a row for the size that is closest to missing its target; its note has the others."""
     times = measured(contest, ranks, quick)
     rows = {}
     for (size, label), target in zip(SIZES.items(), comparison.targets[ranks], strict=True):
@@ -77,7 +77,7 @@ def compare(contest: Contest, comparison: Comparison, ranks: int, name: str, qui
 
 
 def nearest(rows: Mapping[str, Row]) -> Row:
-    """Of rows by size the one that misses its target by most, or has least to spare; without targets, the lowest."""
+    """Return the row that misses its target most, or meets it most narrowly; without targets, the lowest ratio."""
     asked = {label: row for label, row in rows.items() if row.target} or rows
     least = min(asked, key=lambda label: asked[label].ratio / _goal(asked[label]))
     each = [f"{label} {number(row.ratio)}x" + f" of {_goal(row):g}x" * bool(row.target) for label, row in rows.items()]
@@ -90,11 +90,11 @@ def _goal(row: Row) -> float:
 
 @cache
 def measured(contest: Contest, ranks: int, quick: bool) -> Times:
-    """What all rows and the grid show, measured once. To be quick, the warm-up must do."""
+    """Measure everything that the rows and the grid show, once; in quick mode the warm-up round counts."""
     with Cluster(ranks, threads=1) as cluster:
         kinds: list[Callable[[Repeats, int], Times]] = [partial(_in_workers, cluster, contest)]
         if mpi.installed():
-            kinds.insert(0, partial(_in_open_mpi, contest, ranks))  # first, to be told at once if it does not work
+            kinds.insert(0, partial(_in_open_mpi, contest, ranks))  # first, to report a broken installation at once
         few = {(size, who): max(1, min(10, (16 << 20) // size)) for size in SIZES for who in contest.contenders}
         warm_up = _join(alternate(*(partial(kind, few, 1) for kind in kinds), rounds=1))
         if quick:
@@ -120,7 +120,7 @@ def _in_workers(cluster: Cluster, contest: Contest, repeats: Repeats, passes: in
 
 
 def take_turns(entries: Entries, repeats: Repeats, passes: int) -> dict[Case, list[Moments]]:
-    """Every contender but Open MPI at every size. Runs in a worker."""
+    """Measure every contender except Open MPI at every size. Runs in a worker."""
     barrier, taken = connect().barrier, {}
     for size in dict.fromkeys(size for size, _ in repeats):
         contenders = entries(size)

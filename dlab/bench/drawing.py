@@ -1,4 +1,4 @@
-"""What it costs to look: training under the live panel, against the same training while nobody looks at it."""
+"""The cost of the live panel: training while it is drawn, against the same training without it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dlab.bench.rows import AtMost, Row, row
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.parent.run import Run
 from dlab.strategies import AllReduceSGD
-from dlab.views.panel import Live, Panel
+from dlab.views.panel import LivePanel, Panel
 
 WORKERS, WINDOW = 4, 1.5  # seconds
 
 
 @row("training under the panel, against training that nobody looks at")
 def training_under_the_panel(name: str, quick: bool) -> Row:
-    """The time of a step, in four workers, while the kernel draws ten frames a second or none, in turn."""
+    """Measure a step in four workers while the kernel draws ten frames a second, and while it draws none, in turn."""
     rounds = 1 if quick else 30
     with Cluster(WORKERS) as cluster:
         run = dlab.train(dlab.SimpleCNN, strategy=AllReduceSGD(), epochs=100, watch=10, test=False, on=cluster)
@@ -35,11 +35,11 @@ def training_under_the_panel(name: str, quick: bool) -> Row:
 
 
 def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], float]:
-    """Seconds per step under a panel and without; and the panel's share of a core.
+    """Return the seconds per step with and without a panel, and the panel's share of a core.
 
-    Without a notebook the panel's messages go nowhere, but they are made.
+    Without a notebook the panel's messages are made, but not delivered.
     """
-    live = Live(Panel(run), DisplayHandle())
+    live = LivePanel(Panel(run), DisplayHandle())
     live.keep_up(time.monotonic() + WINDOW)  # the first steps are slow
     before = time.thread_time()
     watched, alone = alternate(lambda: _look(live), _look_away, rounds=rounds)
@@ -49,7 +49,7 @@ def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], 
     return [_step(steps, *each) for each in watched], [_step(steps, *each) for each in alone], share
 
 
-def _look(live: Live) -> tuple[float, float]:
+def _look(live: LivePanel) -> tuple[float, float]:
     begin = time.time()
     live.keep_up(time.monotonic() + WINDOW)
     return begin, time.time()

@@ -1,7 +1,7 @@
 """Reduce-scatter, all-gather and all-to-all: dlab's against gloo's and Open MPI's.
 
-A size is that of the whole: what a rank has before a reduce-scatter, after an all-gather, and both in an all-to-all.
-`python -m dlab.bench -k gather` measures only all-gather.
+A size is that of the whole tensor: a rank's input of a reduce-scatter, its output of an all-gather, and both for an
+all-to-all. `python -m dlab.bench -k gather` measures only all-gather.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call = Callable[[], Any]
 
 
 def gathering(size: int) -> dict[str, Call]:
-    """The contenders' all-gathers that give so many bytes."""
+    """Return the contenders' all-gathers whose result has this many bytes."""
     ranks, output = dlab.world_size(), torch.empty(size // 4)
     shared, private, rows = (
         dlab.shared_empty(size // 4 // ranks),
@@ -38,7 +38,7 @@ def gathering(size: int) -> dict[str, Call]:
 
 
 def scattering(size: int) -> dict[str, Call]:
-    """The contenders' reduce-scatters of so many bytes."""
+    """Return the contenders' reduce-scatters of this many bytes."""
     ranks = dlab.world_size()
     shared, private, output = dlab.shared_empty(size // 4), torch.empty(size // 4), torch.empty(size // 4 // ranks)
     for tensor in (shared, private):
@@ -52,10 +52,10 @@ def scattering(size: int) -> dict[str, Call]:
 
 
 def swapping(size: int) -> dict[str, Call]:
-    """The contenders' all-to-alls of so many bytes."""
+    """Return the contenders' all-to-alls of this many bytes."""
     ranks, rank = dlab.world_size(), dlab.rank()
     shared, private, output = dlab.shared_empty(size // 4), torch.empty(size // 4), torch.empty(size // 4)
-    for tensor in (shared, private):  # part s is 10 r + s
+    for tensor in (shared, private):  # part s of rank r is 10 r + s
         tensor.view(ranks, -1).copy_((10 * rank + torch.arange(float(ranks)))[:, None])
     calls: dict[str, Call] = {
         SHARED: partial(dlab.all_to_all, shared.view(ranks, -1), out=output.view(ranks, -1)),
@@ -66,7 +66,7 @@ def swapping(size: int) -> dict[str, Call]:
 
 
 def checked(calls: dict[str, Call], output: torch.Tensor, expected: torch.Tensor) -> dict[str, Call]:
-    """The same calls, after a look at what each of them gives."""
+    """Return the calls after checking the result of each."""
     for who, call in calls.items():
         output.zero_()
         call()
@@ -74,7 +74,7 @@ def checked(calls: dict[str, Call], output: torch.Tensor, expected: torch.Tensor
     return calls
 
 
-_COMPARISONS = (  # half of what is asked of all-reduce
+_COMPARISONS = (  # half of the targets of all-reduce
     Comparison("shared tensor, against gloo", SHARED, GLOO, {2: (40, 20, 9, 3.5, None), 4: (25, 20, 7, 2.5, None)}),
     Comparison("private tensor, against gloo", PRIVATE, GLOO, dict.fromkeys(RANKS, (1, 1, 1, 1, 1))),
     Comparison("shared tensor, against Open MPI", SHARED, OPEN_MPI, dict.fromkeys(RANKS, (0.45, 0.85, 0.85, 0.85, 2))),

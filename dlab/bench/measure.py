@@ -1,4 +1,4 @@
-"""How to measure: contenders in turn, medians, a fresh process where it must be cold, and the machine by its name."""
+"""How to measure: contenders in turn, medians, a fresh process for cold starts, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from statistics import median
 from typing import Any, TypeVar
 
 Sample = TypeVar("Sample")
-Moments = tuple[float, float]  # when a rank began and when it was through
+Moments = tuple[float, float]  # when a rank began and when it ended
 
 
 def alternate(*contenders: Callable[[], Sample], rounds: int) -> list[list[Sample]]:
-    """Let each contender measure itself once per round, and give the samples of each.
+    """Let each contender measure itself once per round, and return the samples of each.
 
-    Every second round goes backwards, A B B A: whatever slows the machine down for a while strikes both alike.
+    Every second round is reversed, A B B A, so that a temporary slowdown of the machine affects both.
 
     >>> alternate(lambda: 1.0, lambda: 2.0, rounds=3)
     [[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]
@@ -38,7 +38,7 @@ def alternate(*contenders: Callable[[], Sample], rounds: int) -> list[list[Sampl
 
 
 def seconds(work: Callable[[], Any], repeats: int = 1) -> float:
-    """How long a call takes: the median of `repeats`."""
+    """Return how long a call takes: the median of `repeats`."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -48,9 +48,9 @@ def seconds(work: Callable[[], Any], repeats: int = 1) -> float:
 
 
 def moments(work: Callable[[], Any], repeats: int, barrier: Callable[[], Any]) -> Moments:
-    """When `repeats` calls began and ended on one of several ranks. Every rank must call it."""
+    """Return when `repeats` calls began and ended on this rank. Every rank must call it."""
     barrier()
-    work()  # whoever slept in the barrier comes late: a first call brings the ranks together
+    work()  # ranks leave the barrier at different times; a first call brings them together
     start = time.perf_counter()
     for _ in range(repeats):
         work()
@@ -58,7 +58,7 @@ def moments(work: Callable[[], Any], repeats: int, barrier: Callable[[], Any]) -
 
 
 def span(ranks: Iterable[Moments]) -> float:
-    """Seconds from the first rank's begin to the last rank's end; all processes of a machine have one perf_counter.
+    """Return the seconds from the first rank's start to the last rank's end; all processes share one clock.
 
     >>> span([(1.0, 4.0), (2.0, 5.0)])
     4.0
@@ -77,9 +77,9 @@ print(json.dumps(getattr(importlib.import_module(module), function)(*json.loads(
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a module's function in a Python of its own, and give what it returns; both ways by JSON.
+    """Call a module's function in a new Python process and return its result; both are passed as JSON.
 
-    torch and dlab are imported there before the function begins, so what it times is not their import in that process.
+    torch and dlab are imported there first, so that the function's time does not include their import.
     """
     command = [sys.executable, "-c", _FRESH, function.__module__, function.__name__, json.dumps(arguments)]
     answer = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True)
@@ -87,13 +87,13 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def megabytes(pid: int) -> float:
-    """The memory of a process, PSS: a page that several processes share counts in parts."""
+    """Return the memory of a process as PSS: a page shared by several processes is divided among them."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return int(re.findall(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)[0]) / 1024
 
 
 def machine() -> str:
-    """Where this was measured, and on what; the load is that of the last minute, before we began."""
+    """Describe the machine and its software; the load is that of the last minute before the benchmark."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = [f"{package} {importlib.metadata.version(package)}" for package in ("torch", "torchvision", "dlab")]

@@ -1,4 +1,4 @@
-"""What a worker weighs: forked from a server that has imported torch, or spawned to import it alone."""
+"""The memory of a worker: forked from a server that has imported torch, or spawned to import it alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlab.processes.parent.cluster import Cluster
 
 @row("memory per worker, against mp.spawn")
 def memory_per_worker(name: str, quick: bool) -> Row:
-    """Workers that have formed a group and done one all_reduce."""
+    """Measure workers that have formed a group and done one all_reduce."""
     return _memory(name, quick, collect=False)
 
 
 @row("memory per worker after a garbage collection, against mp.spawn")
 def memory_after_collection(name: str, quick: bool) -> Row:
-    """A collection may write into every object, and a page that is written is not shared any more."""
+    """Measure after a garbage collection, which may write to every object; a written page is no longer shared."""
     return _memory(name, quick, collect=True)
 
 
@@ -31,7 +31,7 @@ def _memory(name: str, quick: bool, collect: bool) -> Row:
         servers.append(server)
         return worker
 
-    # in processes of their own, so that the two kinds are never alive at once and share nothing
+    # in separate processes, so that the two kinds of workers never run at once and share nothing
     kinds = alternate(ours, lambda: in_fresh_process(spawned_megabytes, collect), rounds=1 if quick else 2)
     worker, other = map(median, kinds)
     note = f"PSS, mean of {WORKERS} workers; the fork server itself takes {median(servers):.0f} MB more, once"
@@ -39,7 +39,7 @@ def _memory(name: str, quick: bool, collect: bool) -> Row:
 
 
 def cluster_megabytes(collect: bool) -> tuple[float, float]:
-    """The mean of dlab's workers, and their fork server."""
+    """Return the mean memory of dlab's workers, and the memory of their fork server."""
     with Cluster(WORKERS) as cluster:
         cluster.run(rank_after_collection if collect else rank_after_all_reduce)
         server = cluster.run(os.getppid)[0]
@@ -47,6 +47,6 @@ def cluster_megabytes(collect: bool) -> tuple[float, float]:
 
 
 def spawned_megabytes(collect: bool) -> float:
-    """The mean of mp.spawn's workers."""
+    """Return the mean memory of mp.spawn's workers."""
     with spawned(rank_after_collection if collect else rank_after_all_reduce) as pids:
         return mean(map(megabytes, pids))

@@ -1,6 +1,6 @@
-"""Open MPI's collectives through mpi4py: a job of `mpirun … python -m dlab.bench.mpi` for each round.
+"""Open MPI's collectives through mpi4py: each round is a job of `mpirun … python -m dlab.bench.mpi`.
 
-Ranks of MPI never sleep while they wait, so they must be gone when others are measured.
+MPI ranks never sleep while they wait, so they must have ended when others are measured.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MISSING = "Open MPI is not installed: pip install 'dlab[bench]' and the system's
 
 
 def installed() -> bool:
-    """Is there an mpirun, and mpi4py in this environment?"""
+    """Return whether mpirun and mpi4py are available."""
     return shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
 
 
 def seconds_per_call(name: str, ranks: int, repeats: dict[int, int], passes: int) -> dict[int, list[float]]:
-    """A job that measures a collective at each size in bytes, as often as `repeats` says, all of it `passes` times."""
+    """Measure a collective at each size in bytes, as often as `repeats` says, all of it `passes` times, in one job."""
     command = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
     command += [sys.executable, "-m", "dlab.bench.mpi", json.dumps([name, ranks, list(repeats.items()), passes])]
     job = subprocess.run(
@@ -38,8 +38,8 @@ def seconds_per_call(name: str, ranks: int, repeats: dict[int, int], passes: int
 
 
 def main(name: str, size_of_job: int, repeats: list[tuple[int, int]], passes: int) -> None:
-    """What each rank of the job does; rank 0 prints."""
-    mpi: Any = importlib.import_module("mpi4py.MPI")  # by name: it is not everywhere, and importing it starts MPI
+    """Measure on each rank of the job; rank 0 prints the results."""
+    mpi: Any = importlib.import_module("mpi4py.MPI")  # not installed everywhere, and importing it starts MPI
     ranks = mpi.COMM_WORLD
     assert ranks.size == size_of_job, f"mpi4py sees {ranks.size} of {size_of_job} ranks: is mpirun that of its MPI?"
     answer = []
@@ -56,7 +56,7 @@ def main(name: str, size_of_job: int, repeats: list[tuple[int, int]], passes: in
         }[name]
         work()
         assert (result == expected).all(), f"the result of {size} bytes is wrong"
-        whole[:] = 0  # stays what it is, however often it is summed
+        whole[:] = 0  # zeros stay zeros however often they are summed
         taken = [ranks.gather(moments(work, count, ranks.Barrier)) for _ in range(passes)]
         if ranks.rank == 0:
             answer.append((size, [span(each) / count for each in taken]))

@@ -1,4 +1,4 @@
-"""Shuffled MNIST batches, ready to train on: whole batches by one gather, against an image at a time."""
+"""Shuffled MNIST batches, ready to train on: whole batches by one gather, against one image at a time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BATCH = 128
 
 @row("MNIST batches, against torchvision's DataLoader")
 def mnist_batches(name: str, quick: bool) -> Row:
-    """An epoch of each, with the shuffling; both normalise, and neither uses other processes."""
+    """Measure an epoch of each, including the shuffling; both normalise, and neither uses worker processes."""
     ours = Batches(mnist(train=True), BATCH)
     theirs: Iterable[Any] = DataLoader(mnist(train=True, as_torchvision=True), BATCH, shuffle=True)  # type: ignore[arg-type]
     count = 50 if quick else len(ours)
     for batches in (ours, theirs):
-        _per_batch(batches, 5)  # the first touch of the pages is not what we compare
+        _per_batch(batches, 5)  # touch the pages once before measuring
     quicker, slower = alternate(
         lambda: _per_batch(ours, count), lambda: _per_batch(theirs, count), rounds=1 if quick else 3
     )

@@ -1,4 +1,4 @@
-"""All-reduce: dlab's against gloo's and Open MPI's, and against the mere copying of memory.
+"""All-reduce: dlab's against gloo's and Open MPI's, and against merely copying memory.
 
 `python -m dlab.bench -k all-reduce` measures only this.
 """
@@ -21,7 +21,7 @@ RING, RING_OVER_GLOO = "dlab's ring", "dlab's ring over gloo"
 
 
 def entries(size: int) -> dict[str, Callable[[], Any]]:
-    """Every contender's call for a tensor of so many bytes, after a look at whether it sums rightly."""
+    """Return every contender's call for a tensor of this many bytes, after checking that it sums correctly."""
     shared, private, other = dlab.shared_empty(size // 4), torch.empty(size // 4), torch.empty(size // 4)
     reducers: dict[str, Callable[[], Any]] = {
         SHARED: partial(dlab.allreduce, shared),
@@ -32,12 +32,12 @@ def entries(size: int) -> dict[str, Callable[[], Any]]:
     }
     for who, reduce in reducers.items():
         check(reduce, shared if who == SHARED else private, f"{who}, {size} bytes")
-    other.copy_(private)  # the first touch of its pages
+    other.copy_(private)  # touch its pages once before measuring
     return reducers | {COPY: partial(other.copy_, private)}
 
 
 def check(reduce: Callable[[], Any], tensor: torch.Tensor, what: str) -> None:
-    """Does it sum the tensors of all ranks? Leaves zeros, which stay what they are, however often they are summed."""
+    """Check that the tensors of all ranks are summed. Leaves zeros, which stay zeros however often they are summed."""
     tensor.fill_(dist.get_rank() + 1)
     reduce()
     size = dist.get_world_size()

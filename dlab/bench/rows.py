@@ -1,4 +1,4 @@
-"""A row: two things measured in the same unit, their ratio, and what the ratio ought to be."""
+"""A row: two things measured in the same unit, their ratio, and a target for the ratio."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ REGISTERED: dict[str, Measurement] = {}  # by name, in the order of the table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The ratio says how many times faster we are, and should be this or more."""
+    """A target for a speed-up: the ratio should be this or more."""
 
     bound: float
 
     def met(self, ratio: float) -> bool:
-        """Is the ratio as large as the target?"""
+        """Return whether the ratio is as large as the target."""
         return ratio >= self.bound
 
     def __str__(self) -> str:
@@ -26,12 +26,12 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The ratio says which share of the other we take, and should be this or less."""
+    """A target for a share: the ratio should be this or less."""
 
     bound: float
 
     def met(self, ratio: float) -> bool:
-        """Is the ratio as small as the target?"""
+        """Return whether the ratio is as small as the target."""
         return ratio <= self.bound
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `ours` and `theirs` are in `unit`, `target` is None where there is nothing to reach."""
+    """One line of the table; `ours` and `theirs` are in `unit`, `target` is None where there is none."""
 
     name: str
     ours: float
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """met, not met, or a dash where there is no target."""
+        """Say `met` or `not met`, or a dash where there is no target."""
         if self.target is None:
             return "-"
         return "met" if self.target.met(self.ratio) else "not met"
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where contenders and cases are many: a line for each case, a column for each contender, and no verdict."""
+    """A table of its own, with a line per case and a column per contender, and without targets."""
 
     name: str
     headings: tuple[str, ...]
@@ -71,7 +71,7 @@ class Grid:
 def faster(
     name: str, ours: Sequence[float], theirs: Sequence[float], target: float | None, unit: str, note: str = ""
 ) -> Row:
-    """A row from the times of each round: by how much our median is below theirs, and how far the rounds lie apart.
+    """Make a row from the times of each round: the ratio of the medians, and the spread of the rounds.
 
     >>> faster("a sum", ours=[1, 2, 9], theirs=[8, 8, 8], target=3, unit="ms").ratio
     4.0
@@ -84,18 +84,18 @@ def faster(
 
 
 def number(value: float) -> str:
-    """Three digits are all that a measurement deserves: `0.0123`, `4.56`, `3187`."""
+    """Write three significant digits, as precise as a measurement is: `0.0123`, `4.56`, `3187`."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 class Measurement(Protocol):
-    """What makes a row, or a grid: takes its name and whether to be quick about it."""
+    """A function that measures a row or a grid; it takes its name and whether to be quick."""
 
     def __call__(self, name: str, quick: bool) -> Row | Grid: ...
 
 
 def row(name: str) -> Callable[[Measurement], Measurement]:
-    """Put a measurement on the list, under the name that the table and `-k` know it by.
+    """Register a measurement under its name, which the table shows and `-k` searches.
 
     In a loop, for one row per size: `row(f"all-reduce, {size} B")(partial(all_reduce, size))`.
     """

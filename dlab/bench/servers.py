@@ -1,6 +1,6 @@
-"""Parameter servers for dlab's to be compared with: two by PyTorch's RPC, one by gloo's send and recv; and none.
+"""Parameter servers to compare dlab's with: two over PyTorch's RPC, one over gloo's send and recv; and none.
 
-Every process has one thread. They are asynchronous: whoever brings gradients gets the newest weights at once.
+Every process has one thread. They are asynchronous: a worker that sends gradients gets the newest weights at once.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from dlab.bench.measure import moments, span
 from dlab.bench.spawned import TIME_LIMIT
 
 LR = 0.01
-BATCHES = 8  # of each worker; it takes them in turn
-WARM_UP = 20  # steps that do not count: memory is touched, caches fill
+BATCHES = 8  # of each worker, which takes them in turn
+WARM_UP = 20  # steps before the measurement, which touch memory and fill caches
 
 
 def rpc_updates(workers: int, batch: int, steps: int) -> float:
-    """Updates per second of all workers together, in the design of PyTorch's tutorial: one RPC for each update, which
-    takes gradients and gives the model."""
+    """Return the updates per second of all workers in the design of PyTorch's tutorial: one RPC per update, which takes
+    gradients and returns the model."""
     return run(by_rpc, workers, batch, steps).per_second
 
 
 def lean_rpc_updates(workers: int, batch: int, steps: int) -> float:
-    """The same, but what comes back are the weights alone."""
+    """Return the updates per second of a design in which the RPC returns only the weights."""
     return run(by_lean_rpc, workers, batch, steps).per_second
 
 
 def gloo_updates(workers: int, batch: int, steps: int) -> float:
-    """The same by messages: a flat tensor there, from whichever worker comes first, and a flat tensor back."""
+    """Return the updates per second with gloo: a flat tensor of gradients from any worker, and one of weights back."""
     return run(by_gloo, workers, batch, steps).per_second
 
 
 def alone_updates(workers: int, batch: int, steps: int) -> float:
-    """The same without a server, each worker for itself: what an exchange that costs nothing would give."""
+    """Return the updates per second without a server, each worker alone: the bound for a free exchange."""
     return run(alone, workers, batch, steps).per_second
 
 
@@ -55,7 +55,7 @@ def alone_updates(workers: int, batch: int, steps: int) -> float:
 
 
 class Plan(NamedTuple):
-    """Who trains what, and where the processes find each other. The server's rank is the one after the workers'."""
+    """Who trains what, and the rendezvous of the processes. The server has the rank after the workers'."""
 
     workers: int
     batch: int
@@ -64,12 +64,12 @@ class Plan(NamedTuple):
 
     @property
     def updates(self) -> int:
-        """How many there are of all workers together, with those before the clock."""
+        """The number of updates of all workers together, including the warm-up."""
         return self.workers * (WARM_UP + 1 + self.steps)
 
 
 class Timing(NamedTuple):
-    """What the processes write into shared memory: a worker when it began and ended, the server the rest."""
+    """What the processes write into shared memory: each worker its start and end, the server the rest."""
 
     moments: torch.Tensor  # (workers, 2)
     updates: torch.Tensor  # ()
@@ -78,12 +78,12 @@ class Timing(NamedTuple):
 
     @property
     def per_second(self) -> float:
-        """Updates of all workers, from the first one's begin to the last one's end."""
+        """Updates per second of all workers, from the first worker's start to the last worker's end."""
         return len(self.moments) * self.steps / span((begin, end) for begin, end in self.moments.tolist())
 
 
 class Member(NamedTuple):
-    """What a process knows: its rank, the plan, the outcome to write to, and the workers' common start."""
+    """What a process knows: its rank, the plan, where to write the results, and the workers' barrier at the start."""
 
     rank: int
     plan: Plan
@@ -92,27 +92,27 @@ class Member(NamedTuple):
 
     @property
     def serves(self) -> bool:
-        """Is this the server? All other ranks are workers."""
+        """Whether this is the server; all other ranks are workers."""
         return self.rank == self.plan.workers
 
     def measure(self, step: Callable[[], None]) -> None:
-        """Take all steps of a worker, and note when the ones that count began and ended."""
+        """Take all steps of a worker, and record when the measured ones began and ended."""
         for _ in range(WARM_UP):
             step()
         taken = moments(step, self.plan.steps, self.start.wait)
         self.outcome.moments[self.rank] = torch.tensor(taken, dtype=torch.float64)
 
     def conclude(self, updates: int, weights: torch.Tensor) -> None:
-        """Write down what the server has in the end."""
+        """Record the server's final state."""
         self.outcome.updates.fill_(updates)
         self.outcome.weights.copy_(weights)
 
 
-Design = Callable[[Member], None]  # what each process does
+Design = Callable[[Member], None]  # the function of each process
 
 
 def run(design: Design, workers: int, batch: int, steps: int) -> Timing:
-    """Start all processes of a design, and wait until they have ended. None is left, whatever happens."""
+    """Start all processes of a design, and wait until they have ended; none is left behind, even after an error."""
     outcome = Timing(torch.zeros(workers, 2, dtype=torch.float64), torch.tensor(0), torch.zeros(flat().numel()), steps)
     for tensor in (outcome.moments, outcome.updates, outcome.weights):
         tensor.share_memory_()
@@ -143,7 +143,7 @@ def _member(rank: int, design: Design, plan: Plan, outcome: Timing, start: Any) 
 
 
 class TrainingWorker:
-    """A copy of the model, and batches that look like MNIST's: random, and the same each time."""
+    """A copy of the model, and random batches in the shape of MNIST's, the same in every run."""
 
     def __init__(self, rank: int, batch: int) -> None:
         self.use(first_model())
@@ -157,7 +157,7 @@ class TrainingWorker:
         self.model, self.parameters = model, list(model.parameters())
 
     def backward(self) -> list[torch.Tensor]:
-        """The gradients of the next batch."""
+        """Return the gradients of the next batch."""
         images, labels = next(self.batches)
         self.model.zero_grad()
         F.cross_entropy(self.model(images), labels).backward()
@@ -165,20 +165,20 @@ class TrainingWorker:
 
 
 def first_model() -> dlab.MLP:
-    """The same for the server and for each worker."""
+    """Return the initial model, which is the same for the server and for each worker."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return dlab.MLP()
 
 
 def flat(model: torch.nn.Module | None = None) -> torch.Tensor:
-    """A copy of the parameters, by default the first ones, one after another in one tensor."""
+    """Copy the parameters, by default the initial ones, into one flat tensor."""
     parameters = (model or first_model()).parameters()
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
 def alone(member: Member) -> None:
-    """Each worker has an optimizer of its own."""
+    """Train each worker with its own optimizer."""
     worker = TrainingWorker(member.rank, member.plan.batch)
     optimizer = torch.optim.SGD(worker.parameters, LR)
 
@@ -193,7 +193,7 @@ def alone(member: Member) -> None:
 
 
 class Served:
-    """The model and its optimizer. RPC calls come in threads, so there is a lock."""
+    """The model and its optimizer, with a lock because RPC calls run in threads."""
 
     def __init__(self) -> None:
         self.model = first_model()
@@ -203,7 +203,7 @@ class Served:
         self.lock = threading.Lock()
 
     def update(self, gradients: list[torch.Tensor]) -> None:
-        """One step of SGD with these gradients."""
+        """Take one step of SGD with these gradients."""
         with self.lock:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -214,27 +214,28 @@ class Served:
 
 @cache
 def served() -> Served:
-    """The only one in this process."""
+    """Return the only one in this process."""
     return Served()
 
 
 def update_and_fetch_model(gradients: list[torch.Tensor]) -> torch.nn.Module:
-    """What the workers call; it runs in the server. As in the tutorial nobody copies the model.
+    """Update and return the model; workers call it, and it runs in the server. As in the tutorial the model is not
+    copied.
 
-    It leaves after the lock is free, so the next update may already be in some of its parameters.
+    It is sent after the lock is free, so some of its parameters may already include the next update.
     """
     served().update(gradients)
     return served().model
 
 
 def update_and_fetch_weights(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same without what is around them."""
+    """Update and return only the weights, without the model around them."""
     served().update(gradients)
     return [parameter.detach() for parameter in served().parameters]
 
 
 def by_rpc(member: Member) -> None:
-    """A worker goes on with the model that comes back."""
+    """Train with the model that the server returns."""
 
     def step(worker: TrainingWorker, server: str) -> None:
         worker.use(rpc.rpc_sync(server, update_and_fetch_model, (worker.backward(),)))
@@ -243,7 +244,7 @@ def by_rpc(member: Member) -> None:
 
 
 def by_lean_rpc(member: Member) -> None:
-    """A worker puts the weights that come back into the model that it has."""
+    """Train by copying the weights that the server returns into the worker's own model."""
 
     def step(worker: TrainingWorker, server: str) -> None:
         weights = rpc.rpc_sync(server, update_and_fetch_weights, (worker.backward(),))
@@ -254,18 +255,18 @@ def by_lean_rpc(member: Member) -> None:
 
 
 def _call_server(member: Member, step: Callable[[TrainingWorker, str], None]) -> None:
-    """The tensors go as they are, with no copy made by us at either end.
+    """Send tensors without making copies at either end.
 
-    Of TensorPipe's ways on one machine this is the one that costs least: its shared memory polls, which takes the
-    processor from others, so sockets carry what is small, and the kernel copies tensors from process to process (cma).
+    This is TensorPipe's cheapest way on one machine: its shared memory polls, which takes processor time from others,
+    so sockets carry small messages, and the kernel copies tensors from process to process (cma).
     """
     plan = member.plan
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{plan.directory}/store", _transports=["uv"], _channels=["cma", "basic"]
     )
     if member.serves:
-        served()  # before anybody calls
-    warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc is, and it is torch that complains
+        served()  # before the first call
+    warnings.filterwarnings("ignore", "You are using a Backend")  # init_rpc uses one itself
     rpc.init_rpc(str(member.rank), rank=member.rank, world_size=plan.workers + 1, rpc_backend_options=options)
     if not member.serves:
         member.measure(partial(step, TrainingWorker(member.rank, plan.batch), str(plan.workers)))
@@ -278,7 +279,7 @@ def _call_server(member: Member, step: Callable[[TrainingWorker, str], None]) ->
 
 
 def by_gloo(member: Member) -> None:
-    """Weights are received where the parameters are; gradients are copied once, into one tensor."""
+    """Train with gloo: weights are received in the parameters' memory; gradients are copied once, into one tensor."""
     plan = member.plan
     size = plan.workers + 1
     store = dist.FileStore(f"{plan.directory}/store", size)
@@ -287,13 +288,13 @@ def by_gloo(member: Member) -> None:
     gradients = torch.empty_like(weights)
     if member.serves:
         for _ in range(plan.updates):
-            source = dist.recv(gradients)  # from anyone
+            source = dist.recv(gradients)  # from any worker
             weights.add_(gradients, alpha=-LR)
             dist.send(weights, source)
         member.conclude(plan.updates, weights)
     else:
         worker = TrainingWorker(member.rank, plan.batch)
-        torch.nn.utils.vector_to_parameters(weights, worker.parameters)  # they are parts of `weights` now
+        torch.nn.utils.vector_to_parameters(weights, worker.parameters)  # makes them views of `weights`
 
         def step() -> None:
             torch.cat([gradient.view(-1) for gradient in worker.backward()], out=gradients)
@@ -301,5 +302,5 @@ def by_gloo(member: Member) -> None:
             dist.recv(weights, plan.workers)
 
         member.measure(step)
-    dist.barrier()  # who leaves early breaks the server's recv from anyone
+    dist.barrier()  # leaving early would break the server's recv from any worker
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Updates per second of asynchronous parameter servers: dlab's, against PyTorch's RPC and against gloo's messages.
 
-One server and three workers on the MLP, each process with one thread; then how it grows with the number of servers.
+One server and three workers on the MLP, each process with one thread; then with more servers.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ RIVALS = ("PyTorch's RPC, as in its tutorial", "a server by gloo's send and recv
 
 
 def dlab_updates(servers: int, batch: int, steps: int) -> float:
-    """Updates per second of all workers together; without servers they update shared weights under a lock."""
+    """Return the updates per second of all workers; without servers they update shared weights under a lock."""
     with Cluster(WORKERS, servers=servers, threads=1) as cluster:
         taken: list[Moments] = cluster.run(push_and_pull, servers, batch, steps)
     return WORKERS * steps / span(taken)
 
 
 def push_and_pull(servers: int, batch: int, steps: int) -> Moments:
-    """Train on the weights that all have in common. Runs in a worker."""
+    """Train on the shared weights. Runs in a worker."""
     worker, weights = TrainingWorker(rank(), batch), flat()
-    stretches = FlatBuffer(worker.parameters)
+    buffer = FlatBuffer(worker.parameters)
     kv = open_store(weights) if servers else LockedStore(weights, recipe("sgd", lr=LR), transport())
 
     def step() -> None:
         kv.push_pieces("weights", [gradient.view(-1) for gradient in worker.backward()], AT_ONCE)
-        stretches.view_in(kv.borrow("weights", weights))
+        buffer.view_in(kv.borrow("weights", weights))
 
     for _ in range(WARM_UP):
         step()
@@ -58,7 +58,7 @@ def push_and_pull(servers: int, batch: int, steps: int) -> Moments:
 
 
 def open_store(weights: torch.Tensor) -> DistStore:
-    """On servers, cut over all of them."""
+    """Open a store whose weights are split over all servers."""
     kv = DistStore("dist_async")
     kv.big = 1
     kv.init("weights", weights)
@@ -68,7 +68,7 @@ def open_store(weights: torch.Tensor) -> DistStore:
 
 @cache
 def measured(quick: bool) -> dict[str, list[float]]:
-    """Updates per second of each design, a number for each round."""
+    """Return the updates per second of each design, a number for each round."""
     steps, rounds = (20, 1) if quick else (STEPS, ROUNDS)
     designs = {
         "a server": partial(dlab_updates, 1, BATCH, steps),
@@ -82,7 +82,7 @@ def measured(quick: bool) -> dict[str, list[float]]:
 
 
 def against(design: str, rival: str, target: float, name: str, quick: bool) -> Row:
-    """How many times as many updates."""
+    """Make a row: the number of updates, divided by the rival's."""
     rates = measured(quick)
     ours, theirs = median(rates[design]), median(rates[rival])
     ratios = [mine / other for mine, other in zip(rates[design], rates[rival], strict=True)]
@@ -96,7 +96,7 @@ def against(design: str, rival: str, target: float, name: str, quick: bool) -> R
 
 @row("updates per second with several servers")
 def several(name: str, quick: bool) -> Grid:
-    """The weights are cut over all servers."""
+    """Measure with several servers, over which the weights are split."""
     steps, rounds = (20, 1) if quick else (STEPS, ROUNDS)
     designs = [partial(dlab_updates, servers, batch, steps) for batch in (32, 128) for servers in SERVERS]
     rates = [number(median(each)) for each in alternate(*designs, rounds=rounds)]

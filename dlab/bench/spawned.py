@@ -1,6 +1,6 @@
-"""The other way to run a function on four ranks: torch.multiprocessing.spawn, as PyTorch's tutorials do it.
+"""The usual way to run a function on four ranks: torch.multiprocessing.spawn, as PyTorch's tutorials do it.
 
-Every process it starts imports this file and `__main__`, and that time is measured: here are torch and Python only.
+Every process it starts imports this file and `__main__`, and that time is measured, so only torch is imported here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WORKERS = 4
-TIME_LIMIT = 120  # seconds for all of them to answer
+TIME_LIMIT = 120  # seconds until all have answered
 
 
 def rank() -> int:
-    """The least that a function can do."""
+    """Return the rank: the least that a function can do."""
     return dist.get_rank()
 
 
 def rank_after_all_reduce() -> int:
-    """The least that a function can do together with others."""
+    """Return the rank after one all-reduce: the least that ranks can do together."""
     dist.all_reduce(torch.ones(1))
     return dist.get_rank()
 
 
 def rank_after_collection() -> int:
-    """The same, and then what every long-lived Python does now and then: look at each object it has."""
+    """Return the rank after an all-reduce and a garbage collection, which visits every object of the process."""
     answer = rank_after_all_reduce()
     gc.collect()
     return answer
@@ -41,9 +41,9 @@ def rank_after_collection() -> int:
 
 @contextlib.contextmanager
 def spawned(function: Callable[[], Any]) -> Iterator[list[int]]:
-    """Spawn processes that form a group and call `function`; when all have answered, give their process ids.
+    """Spawn processes that form a group and call `function`; when all have answered, yield their process ids.
 
-    They stay until the block ends. Nothing of them is left then, whatever happens in it.
+    They live until the block ends, and end with it even after an error.
     """
     context = mp.get_context("spawn")
     answers, finished = context.Queue(), context.Event()
@@ -74,7 +74,7 @@ def _member(rank: int, function: Callable[[], Any], store: str, answers: Any, fi
 
 
 def seconds_to_spawn(function: Callable[[], Any]) -> float:
-    """From the call of mp.spawn to the last rank's answer; what it takes to end the processes is not counted."""
+    """Return the seconds from the call of mp.spawn to the last rank's answer, without ending the processes."""
     start = time.perf_counter()
     with spawned(function):
         return time.perf_counter() - start

@@ -1,6 +1,6 @@
 """A training step: AllReduceSGD and ZeRO against PyTorch's DDP on gloo, in the same loop; and its telemetry.
 
-Global batch 128, float32, on MNIST; every strategy in turn, some steps at a time.
+Global batch 128, float32, on MNIST; the strategies take turns, a few steps at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROUNDS, WARM_UP = 12, 5
 
 
 def against_ddp(ranks: int, model: str, strategy: str, name: str, quick: bool) -> Row:
-    """How many times faster a step is."""
+    """Make a row: how many times faster a step is than DDP's."""
     times = measured(ranks, model, quick)
     target = TARGETS[strategy, model][RANKS.index(ranks)]
     return faster(name, times[strategy], times["DDP"], target, "ms", f"batch {128 // ranks} on each of {ranks} ranks")
@@ -51,7 +51,7 @@ def against_ddp(ranks: int, model: str, strategy: str, name: str, quick: bool) -
 
 @cache
 def measured(ranks: int, model: str, quick: bool) -> dict[str, list[float]]:
-    """Milliseconds per step of every strategy; a number for each round."""
+    """Return the milliseconds per step of every strategy, a number for each round."""
     make, steps = MODELS[model]
     plans = [Training(model=make, strategy=strategy, lr=0.01) for strategy in STRATEGIES.values()]
     times = milliseconds(ranks, plans, [True] * len(plans), *((5, 1) if quick else (steps, ROUNDS)))
@@ -61,7 +61,7 @@ def measured(ranks: int, model: str, quick: bool) -> dict[str, list[float]]:
 def milliseconds(
     ranks: int, plans: Sequence[Training], telling: Sequence[bool], steps: int, rounds: int
 ) -> list[list[float]]:
-    """Of a step, from the first rank's begin to the last rank's end; of each plan, a number for each round."""
+    """Return the milliseconds of a step, from the first rank's start to the last rank's end, by plan and round."""
     with Cluster(ranks) as cluster:
         by_rank: list[list[list[Moments]]] = cluster.run(take_turns, plans, telling, steps, rounds)
     return [
@@ -71,7 +71,7 @@ def milliseconds(
 
 
 def take_turns(plans: Sequence[Training], telling: Sequence[bool], steps: int, rounds: int) -> list[list[Moments]]:
-    """Train each a little, in turn, in the same process: what slows it down slows down all. Runs in a worker."""
+    """Train each plan a little, in turn, in the same process, so that a slowdown affects all. Runs in a worker."""
     trainers = [
         Trainer(plan, context.transport(), device(), log if tells else _keep_silent)
         for plan, tells in zip(plans, telling, strict=True)
@@ -93,12 +93,12 @@ def _take_steps(trainer: Trainer, steps: int) -> Moments:
 
 
 def _keep_silent(**_: Any) -> None:
-    """Nothing is told."""
+    """Take the place of `dlab.log` and do nothing."""
 
 
 @row("a step that tells everything, against one that tells nothing")
 def telemetry(name: str, quick: bool) -> Row:
-    """Loss, samples, compute and wait times in every step, gradient norms and paths in every tenth."""
+    """Measure steps that log loss, samples and times, and in every tenth step gradient norms and paths."""
     ranks, steps, rounds = 4, 20, 1 if quick else 80
     loud, silent = (Training(model=dlab.MLP, strategy=AllReduceSGD(), lr=0.01, watch=watch) for watch in (10, None))
     telling, keeping = milliseconds(ranks, [loud, silent], [True, False], steps, rounds)

@@ -1,4 +1,4 @@
-"""The table, for a terminal and for the page of figures; grids come below it, each under its name."""
+"""The table of results, for a terminal and for the page of figures; grids follow it, each under its name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADINGS = ("what", "dlab", "against", "ratio", "target", "")
 
 
 def as_text(measured: Sequence[Row | Grid], machine: str) -> str:
-    """Aligned columns, and below them what there is to know about each row."""
+    """Return aligned columns, and below them the notes of each row."""
     rows = [row for row in measured if isinstance(row, Row)]
     notes = [f"{row.name}:\n    {row.note}" for row in rows if row.note]
     lines = [machine, "", *_aligned([HEADINGS, *map(_cells, rows)]), "", *notes]
@@ -26,7 +26,7 @@ def as_text(measured: Sequence[Row | Grid], machine: str) -> str:
 
 
 def as_page(measured: Sequence[Row | Grid], machine: str) -> str:
-    """Tables that GitHub draws, after the machine that they were measured on."""
+    """Return tables in Markdown, after a description of the machine."""
     rows = [(*_cells(row), row.note) for row in measured if isinstance(row, Row)]
     lines = ["# Figures", "", *INTRODUCTION, f"Measured on {machine}.", "", *_piped([(*HEADINGS, "how"), *rows]), ""]
     for grid in _grids(measured):

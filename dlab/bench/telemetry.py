@@ -1,4 +1,4 @@
-"""What it costs to be watched: one `dlab.log` of 14 numbers in every step of a small training loop."""
+"""The cost of telemetry: one `dlab.log` of 14 numbers in every step of a small training loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = {f"layer_{layer}": 0.1 * layer for layer in range(12)}  # with step and
 
 
 class Times(NamedTuple):
-    """Of one worker, in milliseconds: steps without log, steps with it, and the calls of log alone."""
+    """Times of one worker in milliseconds: steps without log, steps with it, and the calls of log alone."""
 
     silent: list[float]
     logged: list[float]
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 @row("dlab.log, as a share of an MLP step")
 def log_cost(name: str, quick: bool) -> Row:
-    """In four workers that train at once, while the parent collects what they log."""
+    """Measure in four workers that train at once, while the parent collects their events."""
     blocks, steps = (2, 20) if quick else (20, 25)
     with Cluster(WORKERS) as cluster:
         by_rank: list[Times] = cluster.run(train, blocks, steps)
@@ -43,7 +43,7 @@ def log_cost(name: str, quick: bool) -> Row:
 
 
 def train(blocks: int, steps: int) -> Times:
-    """Train without and with log, a block of steps each in turn. Runs in a worker."""
+    """Train without and with log, in alternating blocks of steps. Runs in a worker."""
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images, labels = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
@@ -63,7 +63,7 @@ def train(blocks: int, steps: int) -> Times:
         (times.logged if log else times.silent).append(1e3 * (time.perf_counter() - start))
 
     for number in range(5):
-        step(number, log=True)  # the first steps allocate
+        step(number, log=True)  # the first steps allocate memory
     for taken in times:
         taken.clear()
     for block in range(2 * blocks):

@@ -1,4 +1,4 @@
-"""MNIST from the files in `data/`, and ways to deal a data set to workers; taught in `01_data_partitioning.ipynb`."""
+"""MNIST from the files in `data/`, and ways to split a data set among ranks; taught in `01_data_partitioning.ipynb`."""
 
 from .batches import Batches
 from .digits import MNIST, mnist

@@ -1,4 +1,4 @@
-"""Whole batches at once: a data set that can `take` many samples is asked once per batch, not once per sample.
+"""Read whole batches at once: a data set that can `take` many samples is asked once per batch, not once per sample.
 
 Taught in `01_data_partitioning.ipynb`.
 """
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-Index = Sequence[int] | slice | Tensor  # every way to name many samples
+Index = Sequence[int] | slice | Tensor  # a way to name many samples
 
 
 class Samples(Protocol):
-    """What can be partitioned and batched: it has a length, and a sample at each position."""
+    """A data set that can be partitioned and batched: it has a length, and a sample at each position."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
 class Batches:
-    """Batches of a data set, reshuffled every time they are iterated; the order follows from seed and epoch alone.
+    """Batches of a data set, reshuffled every time they are iterated; the order depends only on seed and epoch.
 
     Each `iter()` is the next epoch (`.epoch` counts them and may be set, to resume). A data set with `take` is asked
-    once per batch; any other sample by sample. The last batch is smaller when the sizes do not divide, unless
+    once per batch, any other once per sample. The last batch is smaller when the sizes do not divide, unless
     `drop_last`.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -50,32 +50,32 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         order = self.order(self.epoch)
-        self.epoch += 1  # here and not below: a generator would count only when its first batch is asked for
+        self.epoch += 1  # here, because a generator would count only when its first batch is requested
         return (take(self.dataset, order[i * self.batch_size :][: self.batch_size]) for i in range(len(self)))
 
     def order(self, epoch: int) -> Tensor:
-        """The positions of that epoch, in order."""
+        """Return the shuffled positions of that epoch."""
         if not self.shuffle:
             return torch.arange(len(self.dataset))
-        # Random hashes the text, so that (seed 1, epoch 2) and (seed 2, epoch 1) have nothing in common.
+        # Random hashes the text, so that (seed 1, epoch 2) and (seed 2, epoch 1) are unrelated.
         mixed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(mixed))
 
 
 def take(data: Samples, index: Index) -> Any:
-    """The samples at these positions as one batch: by `data.take` where a Dataset has it, else collated one by one.
+    """Return the samples at these positions as one batch, by `data.take` if a Dataset has it, else one by one.
 
     >>> take([(0.5, 1), (1.5, 0)], [1, 0])
     [tensor([1.5000, 0.5000], dtype=torch.float64), tensor([0, 1])]
     """
-    # Tensors and arrays have a `take` too, but theirs looks at the flattened values.
+    # Tensors and arrays have a `take` too, but theirs indexes the flattened values.
     if isinstance(data, Dataset) and hasattr(data, "take"):
         return data.take(index)
     return default_collate([data[i] for i in as_positions(index, len(data)).tolist()])
 
 
 def as_positions(index: Index, length: int) -> Tensor:
-    """A list, slice, tensor or boolean mask as int64 positions from 0 to length - 1; negative ones count from the end.
+    """Convert a list, slice, tensor or boolean mask to int64 positions; negative ones count from the end.
 
     >>> as_positions([0, -1], length=10)
     tensor([0, 9])
@@ -101,12 +101,12 @@ def as_positions(index: Index, length: int) -> Tensor:
 
 
 def names_many(index: Any) -> bool:
-    """Does this index name a batch (list, slice, tensor) rather than one sample?"""
+    """Return whether this index names a batch (list, slice, tensor) rather than one sample."""
     return isinstance(index, (slice, list, tuple, range)) or getattr(index, "ndim", 0) > 0
 
 
 def out_of_range(index: int, length: int) -> IndexError:
-    """The error for a sample that is not there."""
+    """Return the error for a position outside the data set."""
     if length == 0:
         return IndexError(f"index {index} is out of range: there are no samples here; check len() before indexing.")
     return IndexError(f"index {index} is out of range: there are {length} samples, use 0 to {length - 1}.")

@@ -1,4 +1,4 @@
-"""MNIST as a Dataset that hands out whole batches: one gather, then arithmetic, no Python per image.
+"""MNIST as a Dataset that returns whole batches: one gather and vector arithmetic, no Python code per image.
 
 Taught in `01_data_partitioning.ipynb`.
 """
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from .batches import Index, Samples, as_positions, names_many, out_of_range
 from .files import SHA256, data_directory, unpacked
 
-MEAN, STD = 0.1307, 0.3081  # of all training pixels, as fractions of white
+MEAN, STD = 0.1307, 0.3081  # of all training pixels, on a scale from 0 to 1
 
 
 @overload
@@ -32,9 +32,9 @@ def mnist(train: bool = True, *, as_torchvision: Literal[True]) -> Samples: ...
 
 
 def mnist(train: bool = True, as_torchvision: bool = False) -> MNIST | Samples:
-    """The 60,000 training or 10,000 test images, as `MNIST` or as torchvision's own data set over the same files.
+    """Return the 60,000 training or 10,000 test images, as `MNIST` or as torchvision's data set over the same files.
 
-    Takes about half a second the first time (the files are unpacked), a few milliseconds later. Never downloads.
+    Takes about half a second the first time, when the files are unpacked, and later milliseconds. Never downloads.
 
     >>> image, label = mnist()[7]
     >>> image.shape, label
@@ -51,9 +51,9 @@ class MNIST(Dataset[tuple[Tensor, int]]):
     """Handwritten digits: `.images` uint8 [N, 28, 28], memory-mapped; `.targets` int64 [N].
 
     `digits[7]` is (float32 1x28x28, int). A list, a slice, a tensor of positions or a boolean mask gives a batch
-    (float32 Bx1x28x28, int64 B) by one gather: 0.1-0.2 ms for 128 images, over 100 times faster than torchvision's
-    way through single images, and bit for bit the values of its ToTensor and Normalize. All processes share the pages
-    of one file; a data set travels to another process as its name, so what you write into the tensors stays in yours.
+    (float32 Bx1x28x28, int64 B) by one gather: 0.1-0.2 ms for 128 images, over 100 times faster than torchvision's way
+    through single images, with the same values as its ToTensor and Normalize, bit for bit. All processes share the
+    pages of one file; pickling a data set sends only its name, so changes to the tensors stay in your process.
 
     >>> images, labels = MNIST(train=False)[:3]
     >>> images.shape, labels
@@ -83,7 +83,7 @@ class MNIST(Dataset[tuple[Tensor, int]]):
         return _normalised(self.images.numpy()[position]).unsqueeze(0), int(self.targets[position])
 
     def take(self, index: Index) -> tuple[Tensor, Tensor]:
-        """The batch (float32 Bx1x28x28, int64 B) at these positions, in this order."""
+        """Return the batch (float32 Bx1x28x28, int64 B) at these positions, in this order."""
         positions = as_positions(index, len(self))
         images = self.images.numpy().take(positions.numpy(), axis=0)
         return _normalised(images).unsqueeze(1), self.targets[positions]
@@ -96,9 +96,9 @@ class MNIST(Dataset[tuple[Tensor, int]]):
 
 
 def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
-    """(pixels / 255 - MEAN) / STD, by the same three roundings as torchvision's transforms.
+    """Compute (pixels / 255 - MEAN) / STD, with the same three roundings as torchvision's transforms.
 
-    In NumPy, because it stays on this thread: torch would share so little work among threads and wait for them.
+    NumPy does it in this thread; torch would split so little work among threads and then wait for them.
     """
     values = pixels.astype(np.float32)
     values /= np.float32(255)
@@ -108,28 +108,29 @@ def _normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def _map_bytes(path: Path) -> Tensor:
-    # Not shared: a write goes to a private copy of the page, never to the file.
+    # A private mapping: writing changes this process's copy of a page, never the file.
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _torchvision_mnist(train: bool) -> Samples:
     _define_missing_operators()
-    from torchvision import datasets, transforms  # takes two seconds, so only here
+    from torchvision import datasets, transforms  # imported here, because it takes two seconds
 
     usual = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
-    with unpacked(list(SHA256)) as root:  # all four: torchvision looks for each of them
+    with unpacked(list(SHA256)) as root:  # all four, because torchvision looks for each of them
         return datasets.MNIST(str(root), train=train, transform=usual, download=False)
 
 
-# A Library takes its definitions back when it is collected, so it lives as long as this module.
+# A Library withdraws its definitions when it is collected, so it lives as long as this module.
 _library: torch.library.Library | None = None
 
 
 def _define_missing_operators() -> None:
     """Let `import torchvision` work where its compiled operators do not load (a CUDA wheel beside a CPU torch).
 
-    Importing torchvision registers code for two operators and fails where nobody defined them. Data sets and
-    transforms never call them, so their schemas are enough. Where the compiled library loads, nothing is done.
+    Importing torchvision registers code for two operators and fails where they are not defined. Data sets and
+    transforms never call them, so their schemas are enough. Where the compiled library loads, this function does
+    nothing.
     """
     global _library
     spec = find_spec("torchvision")

@@ -1,7 +1,7 @@
-"""The four MNIST files: where they lie, whether they are whole, and their unpacked copy (`01_data_partitioning.ipynb`).
+"""The four MNIST files: find them, verify them, and unpack them into a cache (`01_data_partitioning.ipynb`).
 
-The files come with the repository, gzip'ed. They are unpacked once, into a cache that every process shares, and only
-content with the right sha256 gets there. Nothing here touches the network, except `download` when it is called.
+The files come with the repository, compressed with gzip. They are unpacked once, into a cache that all processes share
+and that accepts only content with the right sha256. Only `download` uses the network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHA256 = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
-# and how many bytes that is: no more of a file is ever unpacked
+# the size of each in bytes: unpacking stops there
 SIZES = {
     "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
     "train-labels-idx1-ubyte": 8 + 60_000,
@@ -46,11 +46,11 @@ MIRRORS = (
 )
 
 _CHUNK = 1 << 20
-_TIMEOUT = 30  # seconds without a byte before the next mirror is tried
+_TIMEOUT = 30  # seconds without data before the next mirror is tried
 
 
 def data_directory() -> Path:
-    """The directory that holds `mnist/`: $DLAB_DATA, else `data/` of the repository, else `~/.cache/dlab/data`."""
+    """Return the folder that holds `mnist/`: $DLAB_DATA, else `data/` of the repository, else `~/.cache/dlab/data`."""
     if named := os.environ.get("DLAB_DATA"):
         return Path(named).expanduser().resolve()
     beside = Path(__file__).resolve().parents[2] / "data"
@@ -62,10 +62,10 @@ def data_directory() -> Path:
 
 @contextmanager
 def unpacked(names: Sequence[str], directory: Path | str | None = None) -> Iterator[Path]:
-    """A folder with the named files unpacked in `MNIST/raw/`, the layout in which torchvision looks for them.
+    """Yield a folder with the named files unpacked in `MNIST/raw/`, where torchvision looks for them.
 
     The first call costs about half a second and 55 MB of cache, later ones a few stats. What was read or mapped inside
-    the `with` stays usable after it. Where the cache cannot be written, the folder is a private one that is gone when
+    the `with` stays usable after it. If the cache cannot be written, the folder is a private one that is removed when
     the block ends.
 
         with unpacked(["t10k-labels-idx1-ubyte"]) as root:
@@ -74,12 +74,12 @@ def unpacked(names: Sequence[str], directory: Path | str | None = None) -> Itera
     source = _folder(directory)
     sources = [_existing(source / f"{name}.gz") for name in names]
     try:
-        # One cache per source folder: two checkouts, or a damaged copy, never see each other's files.
+        # One cache per source folder, so that two checkouts, or a damaged copy, never see each other's files.
         root = _cache_directory() / hashlib.sha256(str(source).encode()).hexdigest()[:12]
         for packed in sources:
             _unpack_once(packed, root)
         private = None
-    except (OSError, RuntimeError):  # cannot be written; RuntimeError: there is no home folder
+    except (OSError, RuntimeError):  # not writable; RuntimeError: there is no home folder
         root = private = Path(tempfile.mkdtemp(prefix="dlab-mnist-"))
     try:
         if private:
@@ -92,7 +92,7 @@ def unpacked(names: Sequence[str], directory: Path | str | None = None) -> Itera
 
 
 def describe(directory: Path | str | None = None) -> str:
-    """Where the files are and whether they are whole, as text; reads and sums all four (about half a second).
+    """Return a text that says where the files are and whether they are complete; reads all four in about half a second.
 
     >>> print(describe())  # doctest: +SKIP
     MNIST in /home/ada/dlab/data/mnist
@@ -117,10 +117,10 @@ def download(
     mirrors: Sequence[str] = MIRRORS,
     report: Callable[[str], object] = print,
 ) -> Path:
-    """Fetch the four files into `directory/mnist` (default: `data_directory()`), 11 MB; whole ones are kept.
+    """Fetch the four files, 11 MB, into `directory/mnist` (default: `data_directory()`); complete files are kept.
 
-    A file is put in place only when its content has the right sha256; a mirror that fails or serves something else is
-    passed over for the next. `report` is called with a line per step. Returns the folder with the files.
+    A file is put in place only if its content has the right sha256; when a mirror fails or serves something else, the
+    next one is tried. `report` is called with a line per step. Returns the folder with the files.
 
         dlab.data.download("/tmp/somewhere")      # then: DLAB_DATA=/tmp/somewhere
     """
@@ -136,7 +136,7 @@ def download(
 
 
 def _fetch(packed: Path, mirrors: Sequence[str], report: Callable[[str], object]) -> None:
-    """Bring one file from the first mirror that serves it whole."""
+    """Fetch one file from the first mirror that serves it completely."""
     part = packed.with_suffix(f".{os.getpid()}.part")
     failures = []
     for mirror in mirrors:
@@ -146,8 +146,8 @@ def _fetch(packed: Path, mirrors: Sequence[str], report: Callable[[str], object]
             with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer, part.open("wb") as file:
                 while chunk := answer.read(_CHUNK):
                     file.write(chunk)
-                    if file.tell() > SIZES[packed.stem]:  # it is smaller packed than unpacked
-                        raise ValueError(f"it must have less than {SIZES[packed.stem]:,} bytes, and there are more")
+                    if file.tell() > SIZES[packed.stem]:  # a packed file is smaller than its content
+                        raise ValueError(f"it has more than {SIZES[packed.stem]:,} bytes, and must have fewer")
             if (found := _sha256(part, packed.stem)) != SHA256[packed.stem]:
                 raise ValueError(f"unpacked, its sha256 must be {SHA256[packed.stem]}, found {found}")
             os.replace(part, packed)
@@ -160,20 +160,20 @@ def _fetch(packed: Path, mirrors: Sequence[str], report: Callable[[str], object]
         finally:
             part.unlink(missing_ok=True)
     raise ConnectionError(
-        f"{packed.name} came from none of the mirrors ({'; '.join(failures)}): look at the network, "
+        f"{packed.name} could not be fetched from any mirror ({'; '.join(failures)}): check the network, "
         f"or copy the file to {packed.parent} by hand."
     )
 
 
 def _unpack_once(packed: Path, root: Path) -> None:
-    """Unpack `packed` below `root` unless that was done before and neither file has changed since."""
+    """Unpack `packed` below `root`, unless that was done before and neither file has changed since."""
     raw = _raw(root, packed)
     stamp = root / f"{packed.stem}.json"
     if _unchanged(stamp, packed, raw):
         return
     raw.parent.mkdir(parents=True, exist_ok=True)
     with _locked(root / "lock"):
-        if _unchanged(stamp, packed, raw):  # another process did it while we waited
+        if _unchanged(stamp, packed, raw):  # another process did it while this one waited
             return
         before = _state(packed)
         _unpack(packed, raw)
@@ -183,7 +183,7 @@ def _unpack_once(packed: Path, root: Path) -> None:
 
 
 def _unpack(packed: Path, raw: Path) -> None:
-    """Write the content of `packed` to `raw`, which appears whole and verified or not at all."""
+    """Write the content of `packed` to `raw`, which appears complete and verified or not at all."""
     raw.parent.mkdir(parents=True, exist_ok=True)
     part = raw.with_suffix(".part")
     expected = SHA256[packed.stem]
@@ -201,7 +201,7 @@ def _unpack(packed: Path, raw: Path) -> None:
 
 
 def _sha256(packed: Path, name: str, copy_to: BinaryIO | None = None) -> str:
-    """The sum of the unpacked content, or in words why there is none; unpacks one byte more than there must be."""
+    """Return the sha256 of the unpacked content, or why there is none; unpacks at most one byte more than expected."""
     digest, left = hashlib.sha256(), SIZES[name]
     try:
         with gzip.open(packed) as content:
@@ -228,13 +228,13 @@ def _existing(packed: Path) -> Path:
 
 
 def _state(path: Path) -> list[int]:
-    """What changes when a file does; ctime is there because a copy or an editor may put mtime back."""
+    """Return values that change whenever a file does; ctime is included because a copy or an editor may reset mtime."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _unchanged(stamp: Path, packed: Path, raw: Path) -> bool:
-    """Are both files as they were noted in `stamp` when one was unpacked from the other?"""
+    """Return whether both files are as recorded in `stamp` when one was unpacked from the other."""
     try:
         return json.loads(stamp.read_text()) == [_state(packed), _state(raw)]
     except (FileNotFoundError, ValueError):
@@ -243,7 +243,7 @@ def _unchanged(stamp: Path, packed: Path, raw: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system lets go of it even when the holder is killed."""
+    """Hold an exclusive lock on `path`; the system releases it even when the holder is killed."""
     if fcntl is None:
         raise OSError("this platform has no file locks")
     with path.open("w") as file:

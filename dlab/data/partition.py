@@ -1,6 +1,6 @@
-"""Dealing a data set to workers: shuffle the indices once with a shared seed, cut them, give each rank a piece.
+"""Split a data set among workers: shuffle the indices once with a shared seed, cut them, give each rank a piece.
 
-Every rank shuffles with the same seed and so knows all pieces; nothing is sent. Taught in
+Every rank shuffles with the same seed and so knows all pieces without any communication. Taught in
 `01_data_partitioning.ipynb`.
 """
 
@@ -18,15 +18,15 @@ from torch.utils.data import Dataset
 
 from .batches import Batches, Index, Samples, as_positions, names_many, out_of_range, take
 from .digits import MNIST
-from .table import Shard, ShardTable
+from .table import ShardRow, ShardTable
 
-_EXACT = 1e-9  # fractions that miss 1 by less than this were meant to sum to 1
+_EXACT = 1e-9  # sums of fractions within this distance of 1 are meant to be 1
 _GLOBAL_BATCH = 128
-_FIRST = 5  # indices shown per shard
+_FIRST = 5  # number of indices shown per shard
 
 
 class Partition(Dataset[Any]):
-    """The samples `data[i] for i in index`, as a data set of its own; copies no sample.
+    """The samples `data[i] for i in index` as a data set; no sample is copied.
 
     >>> part = Partition("abcdef", [4, 0, 2])
     >>> len(part), part[0], list(part)
@@ -50,13 +50,13 @@ class Partition(Dataset[Any]):
         return self.data[self.index[position]]
 
     def take(self, index: Index) -> Any:
-        """Many samples as one batch; costs one `take` of the data, where the data can."""
+        """Return many samples as one batch; costs a single `take` of the data if it has one."""
         return take(self.data, self._positions[as_positions(index, len(self))])
 
     @property
     def targets(self) -> Any:
         """The labels of this part, if the data has `targets`."""
-        targets = self.data.targets  # type: ignore[attr-defined]  # AttributeError is the right answer without them
+        targets = self.data.targets  # type: ignore[attr-defined]  # an AttributeError is right if there are none
         return targets[self._positions] if isinstance(targets, torch.Tensor) else [targets[i] for i in self.index]
 
     def __repr__(self) -> str:
@@ -64,12 +64,12 @@ class Partition(Dataset[Any]):
 
 
 class DataPartitioner:
-    """Deals the indices of `data` into shards of the given sizes (fractions of the whole), at random but repeatably.
+    """Splits the indices of `data` into shards of the given sizes (fractions of the whole), at random but reproducibly.
 
-    With sizes that sum to 1 every sample is in exactly one shard, also when they do not divide (largest remainder);
-    a smaller sum leaves the rest out. `skew` deals unevenly by label: for each class the shares of the shards are
-    drawn from a Dirichlet distribution around `sizes`; 100 is nearly even, 0.1 leaves a shard only a few classes.
-    Costs one shuffle, about 30 ms for 60,000 samples.
+    If the sizes sum to 1, every sample is in exactly one shard, also when they do not divide (largest remainder); a
+    smaller sum leaves the rest out. `skew` splits unevenly by label: for each class the shares of the shards are drawn
+    from a Dirichlet distribution around `sizes`; 100 is nearly even, 0.1 leaves a shard only a few classes. Costs one
+    shuffle, about 30 ms for 60,000 samples.
 
     >>> parts = DataPartitioner(range(1, 11))
     >>> [list(parts.use(rank)) for rank in range(3)]
@@ -85,7 +85,7 @@ class DataPartitioner:
     ) -> None:
         self.data = data
         self.sizes = _checked(sizes)
-        self.partitions: list[list[int]]  # of each shard, the indices into data
+        self.partitions: list[list[int]]  # the indices into data, for each shard
         rng = random.Random(seed)
         order = list(range(len(data)))
         rng.shuffle(order)
@@ -98,7 +98,7 @@ class DataPartitioner:
         return len(self.partitions)
 
     def use(self, rank: int) -> Partition:
-        """The shard of this rank, as a data set."""
+        """Return the shard of this rank as a data set."""
         if not 0 <= rank < len(self):
             raise IndexError(
                 f"rank {rank} has no shard: there are {len(self)}, for ranks 0 to {len(self) - 1}; "
@@ -107,9 +107,10 @@ class DataPartitioner:
         return Partition(self.data, self.partitions[rank])
 
     def table(self) -> ShardTable:
-        """A row per shard: rank, count, first indices and, for data with labels, how they are spread.
+        """Return a table with a row per shard: rank, count, first indices and, for data with labels, a histogram of
+        them.
 
-        Costs a look at every label: at once where the data has `targets`, else a walk through all samples.
+        Reads every label: at once if the data has `targets`, otherwise through all samples.
         """
         labels = _labels(self.data)
         classes = sorted(set(labels)) if labels else []
@@ -117,7 +118,7 @@ class DataPartitioner:
         for rank, index in enumerate(self.partitions):
             counts = Counter(labels[i] for i in index) if labels else {}
             histogram = {label: counts[label] for label in classes} if labels else None
-            rows.append(Shard(rank, len(index), tuple(index[:_FIRST]), histogram))
+            rows.append(ShardRow(rank, len(index), tuple(index[:_FIRST]), histogram))
         return ShardTable(rows)
 
     def __repr__(self) -> str:
@@ -125,9 +126,9 @@ class DataPartitioner:
 
 
 def partition_dataset(rank: int, size: int, seed: int = 1234, skew: float | None = None) -> tuple[Batches, int]:
-    """This rank's part of MNIST: (batches, batch size), dealt to `size` ranks with batches of 128 // size.
+    """Return (batches, batch size) of this rank's part of MNIST, split among `size` ranks with batches of 128 // size.
 
-    Together the ranks take 128 images per step (a few less where `size` does not divide 128), however many they are.
+    Together the ranks take 128 images per step (a few less if `size` does not divide 128), whatever their number.
 
     >>> batches, batch_size = partition_dataset(rank=0, size=4)
     >>> batch_size, len(batches)
@@ -144,16 +145,16 @@ def partition_dataset(rank: int, size: int, seed: int = 1234, skew: float | None
 
 
 def apportion(count: int, sizes: Sequence[float]) -> list[int]:
-    """Whole numbers closest to `size * count`: first rounded down, then one more for the largest remainders.
+    """Return whole numbers closest to `size * count`: rounded down, then one more for the largest remainders.
 
-    What the sizes leave out of 1 is treated as a shard that nobody uses; on equal remainders it comes first.
+    What the sizes lack to 1 counts as another shard, which is not returned and comes first among equal remainders.
 
     >>> apportion(10, [1 / 3] * 3), apportion(10, [0.5, 0.25])
     ([4, 3, 3], [5, 2])
     """
     rest = 1 - math.fsum(sizes)
     every = [rest if rest > _EXACT else 0.0, *sizes]
-    shares = [round(size * count, 6) for size in every]  # rounded, so that 0.29 * 100 is 29 and equals stay equal
+    shares = [round(size * count, 6) for size in every]  # so that 0.29 * 100 is 29, and equal shares stay equal
     counts = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(every)), key=lambda i: counts[i] - shares[i])  # stable: ties go to the first
     for i in by_remainder[: count - sum(counts)]:
@@ -174,14 +175,14 @@ def _checked(sizes: Iterable[float]) -> list[float]:
             )
     total = math.fsum(fractions)
     if total > 1 + _EXACT:
-        raise ValueError(f"sizes sum to {total:g}, more than there is: divide each by {total:g}, or make some smaller.")
+        raise ValueError(f"sizes sum to {total:g}, more than 1: divide each by {total:g}, or make some smaller.")
     if total == 0:
         raise ValueError("all sizes are 0: make at least one of them larger, or every sample is left out.")
     return fractions
 
 
 def _cut(indices: list[int], counts: list[int]) -> list[list[int]]:
-    """Consecutive pieces of the given lengths."""
+    """Cut indices into consecutive pieces of the given lengths."""
     pieces, start = [], 0
     for count in counts:
         pieces.append(indices[start : start + count])
@@ -192,7 +193,7 @@ def _cut(indices: list[int], counts: list[int]) -> list[list[int]]:
 def _deal_by_label(
     order: list[int], data: Samples, sizes: list[float], skew: float, rng: random.Random
 ) -> list[list[int]]:
-    """Cut each class by its own Dirichlet shares; inside a shard the samples stay in the order of the shuffle."""
+    """Split each class by its own Dirichlet shares; inside a shard the samples stay in the order of the shuffle."""
     if not (math.isfinite(skew) and skew > 0):
         raise ValueError(f"skew is {skew}: use a number above 0, such as 0.5; 100 is nearly even, 0.1 very uneven.")
     labels = _labels(data)
@@ -218,9 +219,10 @@ def _deal_by_label(
 
 
 def _dirichlet(alphas: list[float], rng: random.Random) -> list[float]:
-    """Random shares that sum to 1: gamma variates, normalised.
+    """Draw random shares that sum to 1: gamma variates, normalised.
 
-    Drawn as gamma(a + 1) * u ** (1 / a) and kept as logarithms, because for a small `a` the variate itself is 0.
+    They are drawn as gamma(a + 1) * u ** (1 / a) and kept as logarithms, because a variate for a small `a` underflows
+    to 0.
     """
     logs = [
         math.log(rng.gammavariate(a + 1, 1)) + math.log(1 - rng.random()) / a if a > 0 else -math.inf for a in alphas
@@ -230,7 +232,7 @@ def _dirichlet(alphas: list[float], rng: random.Random) -> list[float]:
 
 
 def _labels(data: Samples) -> list[int] | None:
-    """The label of every sample as a whole number; None if the data has no such labels."""
+    """Return the label of every sample as a whole number; None if the data has no such labels."""
     targets = getattr(data, "targets", None)
     if targets is None:
         if not len(data) or _second(data[0]) is None:

@@ -1,4 +1,4 @@
-"""Who trains on which samples at which step: it follows from the seed alone, so nothing need be sent.
+"""Decide which rank trains on which samples at which step. It depends only on the seed, so nothing has to be sent.
 
 Taught in `03_sync_sgd.ipynb`.
 """
@@ -17,11 +17,11 @@ ORDERS = ("shards", "global")
 
 
 class EpochSampler:
-    """Cuts every global batch of an epoch over the ranks; no sample is lost or counted twice.
+    """Splits every global batch of an epoch among the ranks, so that no sample is lost or counted twice.
 
-    `order="shards"`: each rank owns a shard, dealt by `DataPartitioner`, and shuffles it anew every epoch.
+    `order="shards"`: each rank owns a shard, made by `DataPartitioner`, and reshuffles it every epoch.
     `order="global"`: all samples are shuffled together and each global batch is cut, so that the number of ranks does
-    not change what a step learns from. Where sizes do not divide, some ranks have a sample more; near the end of an
+    not change the samples of a step. Where sizes do not divide, some ranks have one sample more; near the end of an
     epoch a rank may have fewer, or none.
 
     >>> sampler = EpochSampler(range(10), ranks=2, batch_size=4, order="global", seed=0)
@@ -31,51 +31,52 @@ class EpochSampler:
 
     def __init__(self, data: Samples, ranks: int, batch_size: int, order: str = "shards", seed: int = 1234) -> None:
         if order not in ORDERS:
-            raise ValueError(f"there is no order {order!r}: use 'shards', where every rank keeps its own, or 'global'")
+            raise ValueError(f"there is no order {order!r}: use 'shards', one for each rank, or 'global'")
         if not isinstance(batch_size, int) or batch_size < ranks:
             raise ValueError(f"a global batch of {batch_size!r} cannot be cut for {ranks} workers: use {ranks} or more")
         if len(data) < ranks:
-            raise ValueError(f"{len(data)} samples cannot be dealt to {ranks} workers: use fewer workers, or more data")
+            raise ValueError(f"{len(data)} samples are too few for {ranks} workers: use fewer workers, or more data")
         self.ranks, self.batch_size, self.order = ranks, batch_size, order
         if order == "global":
             whole = Batches(data, batch_size, seed)
             self.steps = len(whole)
-            self._rows = [_Row(torch.arange(len(data)), whole)]
+            self._rows = [_ShuffledSamples(torch.arange(len(data)), whole)]
         else:
             parts = DataPartitioner(data, [1 / ranks] * ranks, seed)
             sizes = [len(part) for part in torch.arange(batch_size).tensor_split(ranks)]
             shards = [Batches(parts.use(rank), sizes[rank], seed + rank) for rank in range(ranks)]
             self.steps = max(len(shard) for shard in shards)
             self._rows = [
-                _Row(torch.tensor(index), shard) for index, shard in zip(parts.partitions, shards, strict=True)
+                _ShuffledSamples(torch.tensor(index), shard)
+                for index, shard in zip(parts.partitions, shards, strict=True)
             ]
 
     def positions(self, epoch: int, step: int, rank: int) -> Tensor:
-        """Which samples this rank has at this step of this epoch; perhaps none."""
+        """Return the positions of this rank's samples at this step of this epoch; may be empty."""
         if self.order == "global":
             return self._rows[0].batch(epoch, step).tensor_split(self.ranks)[rank]
         return self._rows[rank].batch(epoch, step)
 
     def counts(self, step: int) -> list[int]:
-        """How many samples each rank has at this step; in every epoch the same."""
+        """Return how many samples each rank has at this step; it is the same in every epoch."""
         if self.order == "global":
             whole = self._rows[0].count(step)
             return [whole // self.ranks + (rank < whole % self.ranks) for rank in range(self.ranks)]
         return [row.count(step) for row in self._rows]
 
     def weight(self, step: int, rank: int) -> float:
-        """By how much to multiply a rank's mean loss, so that the plain mean over ranks is that over all samples."""
+        """Return the factor for a rank's mean loss that makes the plain mean over ranks the mean over all samples."""
         counts = self.counts(step)
         return counts[rank] * self.ranks / sum(counts)
 
     def rest(self, epoch: int, step: int) -> Tensor:
-        """What nobody has had yet in this epoch, before this step."""
+        """Return the samples of this epoch that no rank has had before this step."""
         parts: Sequence[Tensor] = [row.rest(epoch, step) for row in self._rows]
         return torch.cat(list(parts))
 
 
-class _Row:
-    """Samples in an order of their own each epoch, one batch after another."""
+class _ShuffledSamples:
+    """Samples in a new order each epoch, one batch after another."""
 
     def __init__(self, index: Tensor, batches: Batches) -> None:
         self._index, self._batches = index, batches
@@ -99,10 +100,10 @@ class _Row:
 
 
 class TrainingSampler:
-    """The way of a training through its data, over all epochs, also when the number of ranks changes in between.
+    """The sequence of samples of a training, over all epochs, also when the number of ranks changes during it.
 
-    `resplit` deals what nobody has had yet in the running epoch to other ranks, and everything anew from the next on.
-    `history` tells it all: a sampler that is given the same history goes on in the same way.
+    `resplit` splits the unused samples of the current epoch among the new ranks, and all samples from the next epoch
+    on. `history` records every split: a sampler that is given the same history continues in the same way.
     """
 
     def __init__(
@@ -115,43 +116,43 @@ class TrainingSampler:
         history: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         self.data, self._how = data, (batch_size, order, seed)
-        self.history: list[tuple[int, int, int]] = []  # epoch, step, and for how many ranks from there on
+        self.history: list[tuple[int, int, int]] = []  # epoch, step, and the number of ranks from then on
         self._whole = EpochSampler(data, ranks, *self._how)
-        self._rest: tuple[int, int, EpochSampler, Tensor] | None = None  # epoch, first step, sampler, what it deals
+        self._rest: tuple[int, int, EpochSampler, Tensor] | None = None  # epoch, first step, sampler, its samples
         for epoch, step, number in history:
             self.resplit(epoch, step, number)
 
     @property
     def ranks(self) -> int:
-        """How many there are now."""
+        """The current number of ranks."""
         return self._whole.ranks
 
     def resplit(self, epoch: int, step: int, ranks: int) -> None:
-        """From this step on there are so many ranks."""
+        """Split the remaining samples among this number of ranks, from this step on."""
         self.history.append((epoch, step, ranks))
         batch_size, order, seed = self._how
         sampler, first, index = self._at(epoch)
         left = index[sampler.rest(epoch, step - first)] if index is not None else sampler.rest(epoch, step - first)
         self._whole = EpochSampler(self.data, ranks, batch_size, order, seed)
-        if order == "global" or not len(left):  # each global batch is cut anew, whoever is there
+        if order == "global" or not len(left):  # each global batch is cut again for the present ranks
             return
         sampler = EpochSampler(range(len(left)), min(ranks, len(left)), batch_size, order, seed)
         self._rest = epoch, step, sampler, left
 
     def _at(self, epoch: int) -> tuple[EpochSampler, int, Tensor | None]:
-        """Who deals in this epoch, from which step on, and which samples; None for all."""
+        """Return the sampler of this epoch, the step from which it applies, and its samples; None for all."""
         if self._rest is not None and self._rest[0] == epoch:
             _, first, sampler, index = self._rest
             return sampler, first, index
         return self._whole, 0, None
 
     def steps(self, epoch: int) -> int:
-        """How many there are in this epoch."""
+        """Return the number of steps in this epoch."""
         sampler, first, _ = self._at(epoch)
         return first + sampler.steps
 
     def positions(self, epoch: int, step: int, rank: int) -> Tensor:
-        """Which samples this rank has at this step; perhaps none."""
+        """Return the positions of this rank's samples at this step; may be empty."""
         sampler, first, index = self._at(epoch)
         if rank >= sampler.ranks:  # fewer samples were left than there are ranks
             return torch.empty(0, dtype=torch.long)
@@ -159,7 +160,7 @@ class TrainingSampler:
         return found if index is None else index[found]
 
     def weight(self, epoch: int, step: int, rank: int) -> float:
-        """The weight of a rank's loss at this step: see `EpochSampler.weight`."""
+        """Return the weight of a rank's loss at this step: see `EpochSampler.weight`."""
         sampler, first, _ = self._at(epoch)
         if rank >= sampler.ranks:
             return 0.0

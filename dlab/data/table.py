@@ -1,4 +1,4 @@
-"""Who holds what, as a table that shows itself: aligned text in a terminal, HTML with small bars in a notebook.
+"""Tables that show which rank holds what: aligned text in a terminal, HTML with small bars in a notebook.
 
 Taught in `01_data_partitioning.ipynb`.
 """
@@ -12,29 +12,29 @@ from html import escape
 from typing import Any
 
 _SHOWN = 8  # rows at each end of a long table
-_MOST_BARS = 20  # more classes than this do not make a readable row
+_MOST_BARS = 20  # with more classes than this a row of bars is unreadable
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Table(ABC):
-    """Rows with a heading. More than 16 rows are shown as the first 8, one line on what lies between, the last 8.
+    """Rows with a heading. Of more than 16 rows it shows the first 8, one line about those between, and the last 8.
 
-    A kind of table says what its cells are; `rows` stays plain data, all of it, for whoever wants to compute.
+    A subclass defines the cells; `rows` holds all rows as plain data, for further computation.
     """
 
     rows: Sequence[Any]
 
     @abstractmethod
     def heading(self) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
 
     @abstractmethod
     def cells(self, row: Any) -> list[int | str | Bars]:
-        """What to show of one row; numbers are set to the right, all else to the left."""
+        """Return what to show of one row; numbers are aligned to the right, everything else to the left."""
 
     @abstractmethod
     def between(self, hidden: Sequence[Any]) -> str:
-        """One line on the rows that are not shown."""
+        """Return one line about the rows that are not shown."""
 
     def _folded(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         if len(self.rows) <= 2 * _SHOWN:
@@ -76,7 +76,7 @@ class Table(ABC):
 
 @dataclass(frozen=True)
 class Bars:
-    """A small bar per name, scaled to the largest of them.
+    """A small bar per name, scaled to the largest value.
 
     >>> print(Bars({0: 3, 1: 24, 2: 0}))
     ▁█·
@@ -86,12 +86,12 @@ class Bars:
 
     def __str__(self) -> str:
         top = max(self.values.values(), default=0)
-        # A dot for none: something, however little, is never drawn as nothing.
+        # A dot for zero, so that a small value never looks like nothing.
         return "".join(_BLOCKS[value * 7 // top] if value else "·" for value in self.values.values())
 
     def html(self) -> str:
-        # A plain colour that reads on light and dark pages: in a notebook that is not trusted yet, JupyterLab takes
-        # everything else (currentColor, variables) out.
+        # A plain colour that is readable on light and dark pages, because JupyterLab removes everything else
+        # (currentColor, variables) from a notebook that is not trusted yet.
         top = max(self.values.values(), default=0) or 1
         style = "display:inline-block;vertical-align:bottom;width:0.5em;margin:0 1px;background-color:#3d85c6;height:"
         bars = "".join(
@@ -106,8 +106,8 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One row: what one rank holds. `histogram` is label: count, or None for data without labels."""
+class ShardRow:
+    """One row: the samples of one rank. `histogram` is label: count, or None for data without labels."""
 
     rank: int
     count: int
@@ -116,15 +116,15 @@ class Shard:
 
 
 class ShardTable(Table):
-    """A row per shard: rank, number of samples, first indices and how the labels are spread.
+    """A table with a row per shard: rank, number of samples, first indices and the distribution of labels.
 
-    >>> ShardTable([Shard(0, 7, (2, 8, 3)), Shard(1, 2, (0, 1))])
+    >>> ShardTable([ShardRow(0, 7, (2, 8, 3)), ShardRow(1, 2, (0, 1))])
     rank  count  first indices
        0      7  2, 8, 3, …
        1      2  0, 1
     """
 
-    def __init__(self, rows: Sequence[Shard]) -> None:
+    def __init__(self, rows: Sequence[ShardRow]) -> None:
         self.rows = list(rows)
         labels = self.rows[0].histogram if self.rows else None
         self.labels = list(labels) if labels and len(labels) <= _MOST_BARS else []
@@ -137,14 +137,14 @@ class ShardTable(Table):
         names = f"{self.labels[0]}..{self.labels[-1]}" if dense else ", ".join(map(str, self.labels))
         return [*plain, f"labels {names}", "per label"]
 
-    def cells(self, row: Shard) -> list[int | str | Bars]:
+    def cells(self, row: ShardRow) -> list[int | str | Bars]:
         first = [str(index) for index in row.first] + ["…"] * (row.count > len(row.first))
         plain: list[int | str | Bars] = [row.rank, row.count, ", ".join(first)]
         if not self.labels or row.histogram is None:
             return plain
         return [*plain, Bars(row.histogram), _span(row.histogram.values())]
 
-    def between(self, hidden: Sequence[Shard]) -> str:
+    def between(self, hidden: Sequence[ShardRow]) -> str:
         plural = "s" if len(hidden) > 1 else ""
         return f"… {len(hidden)} more shard{plural}, {_span([row.count for row in hidden])} samples each"
 

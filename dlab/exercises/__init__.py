@@ -1,4 +1,4 @@
-"""Checks for the exercises of the notebooks: each says "well done …", or "not yet: …" with the first thing to mend."""
+"""Checks for the exercises in the notebooks. Each says "well done …", or "not yet: …" with the first thing to fix."""
 
 from dlab.exercises.averaging import check_one_message
 from dlab.exercises.partitioning import check_equal_shards

@@ -1,4 +1,4 @@
-"""Which gradient was applied? A step of plain SGD shows it: the mean over ranks, or what else, by which mistake."""
+"""Find out which gradient a step of plain SGD applied: the mean over the ranks, or the result of a typical mistake."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from dlab.exercises.sandbox import join, name_ranks
 
-Weights = dict[str, torch.Tensor]  # by parameter; gradients, too
+Weights = dict[str, torch.Tensor]  # by parameter name; also used for gradients
 
 
 class Applied(NamedTuple):
-    """What a rank has applied to a parameter: so many times the `sum` over ranks, or the gradient of `rank 0`, …"""
+    """The gradient that a rank applied to a parameter: `times` the `sum` over the ranks, the gradient of `rank 0`, …"""
 
     what: str
     times: float = 1.0
 
 
 def find_applied(own: list[Weights], steps: list[Weights]) -> dict[tuple[int, str], Applied]:
-    """By rank and parameter, from the gradients that the ranks had and those that they have applied."""
+    """Find which gradient was applied, for each rank and parameter, by comparing it with the gradients of all ranks."""
     return {
         (rank, name): _find(torch.stack([each[name] for each in own]), applied[name], rank)
         for rank, applied in enumerate(steps)
@@ -46,29 +46,29 @@ def _find(parts: torch.Tensor, applied: torch.Tensor, rank: int) -> Applied:
     return Applied("other")
 
 
-def tell_applied(
+def explain_applied(
     applied: dict[tuple[int, str], Applied], ranks: int, talked: bool, late: bool, divisor: Callable[[], float]
 ) -> str:
-    """What was wrong with it, and what to do.
+    """Return a sentence that says what was wrong with the applied gradients and what to do about it.
 
-    `talked`: there were messages; `late`: after the step the gradients are the mean; `divisor()`: of the sum, with
-    another number of ranks.
+    `talked`: messages were sent; `late`: the gradients hold the mean, but only after the step; `divisor()` returns the
+    number by which the sum is divided when the number of ranks is different.
     """
     kinds = set(applied.values())
     if {kind.what for kind in kinds} == {"own", "rank 0"} and len({kind.times for kind in kinds}) == 1:
-        kinds = {kind for kind in kinds if kind.what == "rank 0"}  # which is rank 0's own
+        kinds = {kind for kind in kinds if kind.what == "rank 0"}  # rank 0's own gradient is the gradient of rank 0
     if len(kinds) > 1:
-        return _tell_unequal(applied, ranks)
+        return _explain_unequal(applied, ranks)
     kind = kinds.pop()
     if kind.times < 0:
         return "the step goes uphill: optimizer.step() subtracts the gradient, so leave its sign as it is"
     if kind.what == "sum":
-        return _tell_sum(kind.times, ranks, divisor)
+        return _explain_sum(kind.times, ranks, divisor)
     if kind == ("own", 1.0):
-        return _tell_own_step(talked, late)
+        return _explain_own_step(talked, late)
     if kind.what == "own":
         scaled = f"divided by {1 / kind.times:.4g}" if kind.times < 1 else f"multiplied by {kind.times:.4g}"
-        return f"every rank applies its own gradient, {scaled}: the sum over all ranks is missing in parameter.grad"
+        return f"every rank applies its own gradient, {scaled}: the sum over all ranks must be in parameter.grad"
     if kind == ("rank 0", 1.0):
         return "every rank applies the gradient of rank 0: what the others have learned is lost. A mean needs them all"
     if kind.what.startswith("the "):
@@ -79,7 +79,7 @@ def tell_applied(
     )
 
 
-def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
+def _explain_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     if times == 1:
         return (
             f"the step is {ranks} times too long: the gradients are summed over {ranks} ranks and not divided by their "
@@ -88,7 +88,7 @@ def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     if times > 1:
         return f"the step is too long: the sum over {ranks} ranks is multiplied by {times:.4g}; divide it by {ranks}"
     found = 1 / times
-    if abs(found - ranks**2) < 1e-3 and abs(divisor() - found) > 1e-3:  # not 4 with 3 ranks, so that it is no plain 4
+    if abs(found - ranks**2) < 1e-3 and abs(divisor() - found) > 1e-3:  # a plain 4 would also be 4 with 3 ranks
         return (
             f"the step is {ranks} times too short: the sum over {ranks} ranks was divided by {ranks**2}. Divide only "
             "once; op='mean' divides already"
@@ -99,7 +99,7 @@ def _tell_sum(times: float, ranks: int, divisor: Callable[[], float]) -> str:
     )
 
 
-def _tell_own_step(talked: bool, late: bool) -> str:
+def _explain_own_step(talked: bool, late: bool) -> str:
     if late:
         return (
             "every rank takes a step along its own gradient, and averages afterwards: call optimizer.step() last, when "
@@ -116,8 +116,8 @@ def _tell_own_step(talked: bool, late: bool) -> str:
     )
 
 
-def _tell_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
-    """Not the same everywhere: by parameter, or by rank?"""
+def _explain_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
+    """Explain gradients that differ: does the difference lie between parameters or between ranks?"""
     mean = {key: kind.what == "sum" and abs(kind.times * ranks - 1) < 1e-4 for key, kind in applied.items()}
     names = list(dict.fromkeys(name for _, name in applied))
     right = [name for name in names if all(mean[rank, name] for rank in range(ranks))]
@@ -138,12 +138,12 @@ def _tell_unequal(applied: dict[tuple[int, str], Applied], ranks: int) -> str:
 
 
 def close(one: Weights, other: Weights) -> bool:
-    """Are all weights equal, but for rounding?"""
+    """Return whether all weights are equal up to rounding."""
     return all(close_tensor(one[name], other[name]) for name in other)
 
 
 def close_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are two tensors equal, but for rounding?"""
+    """Return whether two tensors are equal up to rounding."""
     return torch.allclose(one, other, rtol=1e-9, atol=1e-9)
 
 

@@ -1,4 +1,4 @@
-"""What was made of the gradients if it is not their mean over the ranks: the mistakes in `00_tour.ipynb`'s exercise."""
+"""Recognise what a learner's function made of the gradients, for the exercise of `00_tour.ipynb`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from dlab.exercises.sandbox import join, name_ranks
 
-Gradients = dict[str, Tensor]  # by the names of parameters
-Found = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]  # a rank's gradients and weights afterwards
+Gradients = dict[str, Tensor]  # by parameter name
+Found = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]  # a rank's gradients and weights after the call
 
 
-def tell_wrong(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found], calls: list[str]) -> str | None:
-    """What is wrong with the gradients or weights, by rank; None if every gradient is the mean over the ranks.
+def explain_wrong(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found], calls: list[str]) -> str | None:
+    """Say what is wrong with the gradients or weights; None if every gradient is the mean over the ranks.
 
-    `own` are the gradients and weights that the ranks began with, `calls` the collectives that they have called.
+    `own` holds the gradients and weights that each rank began with, `calls` the collectives that the ranks called.
     """
-    if problem := _tell_weights(own, found):
+    if problem := _explain_weights(own, found):
         return problem
     results = [gradients for gradients, _ in found]
     for name, gradient in own[0][0].items():
@@ -32,10 +32,10 @@ def tell_wrong(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found
                     f"{tuple(tensor.shape)}: give each part its shape back, as with part.view_as(gradient)"
                 )
     tensors = [{name: tensor for name, tensor in result.items() if tensor is not None} for result in results]
-    return _tell_gradients([gradients for gradients, _ in own], tensors, calls)
+    return _explain_gradients([gradients for gradients, _ in own], tensors, calls)
 
 
-def _tell_weights(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found]) -> str | None:
+def _explain_weights(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Found]) -> str | None:
     pairs = [(found[rank][1][name], own[rank][1][name], name) for rank in range(len(own)) for name in own[0][1]]
     if all(after is not None and torch.equal(after, before) for after, before, _ in pairs):
         return None
@@ -45,7 +45,7 @@ def _tell_weights(own: Sequence[tuple[Gradients, Gradients]], found: Sequence[Fo
     return "the weights have changed: change the gradients, parameter.grad, and leave the step to the optimizer"
 
 
-def _tell_gradients(own: list[Gradients], found: list[Gradients], calls: list[str]) -> str | None:
+def _explain_gradients(own: list[Gradients], found: list[Gradients], calls: list[str]) -> str | None:
     ranks, names = len(own), list(own[0])
     kinds: dict[tuple[int, str], str] = {}
     for name in names:
@@ -62,12 +62,12 @@ def _tell_gradients(own: list[Gradients], found: list[Gradients], calls: list[st
                 f"every rank has the gradients of rank {source}: those of the others are lost. A mean needs all {ranks}"
             )
     if len(set(kinds.values())) == 1:
-        return _tell_all_alike(kinds[0, names[0]], own, found)
+        return _explain_all_alike(kinds[0, names[0]], own, found)
     wrong = [name for name in names if any(kinds[rank, name] != "mean" for rank in range(ranks))]
     if len(wrong) < len(names):
         right = [name for name in names if name not in wrong]
         if {kinds[rank, name] for rank in range(ranks) for name in wrong} == {"order"}:
-            return _tell_order(wrong)
+            return _explain_order(wrong)
         return (
             f"{join(right)} {_are(right)} averaged, but {join(wrong)} {_are(wrong)} not: "
             "go through all parameters of the model, whatever their shape"
@@ -79,13 +79,13 @@ def _tell_gradients(own: list[Gradients], found: list[Gradients], calls: list[st
             f"{name_ranks(done)} {_has(done)} the mean, but {name_ranks(others)} {_has(others)} not: "
             "every rank needs it, or their networks drift apart"
         )
-    return _tell_all_alike("other", own, found)
+    return _explain_all_alike("other", own, found)
 
 
-def _tell_all_alike(kind: str, own: list[Gradients], found: list[Gradients]) -> str:
+def _explain_all_alike(kind: str, own: list[Gradients], found: list[Gradients]) -> str:
     ranks, name = len(own), next(iter(own[0]))
     if kind == "order":
-        return _tell_order(list(own[0]))
+        return _explain_order(list(own[0]))
     if kind in _SENTENCES:
         return _SENTENCES[kind].format(n=ranks, n2=ranks**2)
     means = {each: torch.stack([gradients[each] for gradients in own]).mean(0) for each in own[0]}
@@ -108,7 +108,7 @@ def _tell_all_alike(kind: str, own: list[Gradients], found: list[Gradients]) -> 
 
 
 def _kind(tensor: Tensor, parts: Tensor, rank: int) -> str:
-    """What a rank holds: the mean of the ranks' own gradients of a parameter (`parts`), or what else?"""
+    """Classify what a rank holds, given the ranks' own gradients of a parameter (`parts`): their mean, their sum, …"""
     ranks, mean = len(parts), parts.mean(0)
     candidates = {
         "mean": mean,
@@ -143,20 +143,20 @@ _SENTENCES = {
     "already)",
     "own divided": "every gradient is the rank's own, divided by {n}: the sum over the ranks is missing, or was not "
     "copied back",
-    "added": "the mean was added to the rank's own gradient: put it in the place of that one, with copy_ and not +=",
+    "added": "the mean was added to the rank's own gradient: replace that gradient, with copy_ instead of +=",
     "zero": "every gradient is zero: the mean was lost on its way back into parameter.grad",
     "largest": "the gradients are the largest over the ranks, not the mean: reduce with ReduceOp.SUM",
     "smallest": "the gradients are the smallest over the ranks, not the mean: reduce with ReduceOp.SUM",
-    "own mean": "every gradient is filled with the mean of its own elements: asked for is the mean over the ranks, "
-    "for each element by itself",
-    "mean of all": "every gradient is filled with one number, the mean of all its elements: asked for is the mean over "
-    "the ranks, for each element by itself",
+    "own mean": "every gradient is filled with the mean of its own elements: the exercise asks for the mean over the "
+    "ranks, for each element by itself",
+    "mean of all": "every gradient is filled with one number, the mean of all its elements: the exercise asks for the "
+    "mean over the ranks, for each element by itself",
     "rounded": "the mean is right to two or three digits only: numbers of 16 bits round it. Pack and add the gradients "
     "as they are, in float32",
 }
 
 
-def _tell_order(names: list[str]) -> str:
+def _explain_order(names: list[str]) -> str:
     return (
         f"{join(names)} {'has' if len(names) == 1 else 'have'} the right numbers in the wrong places: "
         "undo flatten by view_as, without a transpose, so that each element comes back to where it was"
@@ -164,7 +164,7 @@ def _tell_order(names: list[str]) -> str:
 
 
 def _divisor(found: list[Gradients], means: Gradients) -> float | None:
-    """By what the sum was divided, if it is one number for all ranks and parameters."""
+    """Return the number by which the sum was divided, if it is the same for all ranks and parameters."""
     name = next(iter(means))
     place = int(means[name].abs().argmax())
     share = float(found[0][name].flatten()[place] / means[name].flatten()[place])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlab import collectives
 from dlab.backend import NAME
-from dlab.exercises.averages import Gradients, tell_wrong
+from dlab.exercises.averages import Gradients, explain_wrong
 from dlab.exercises.own import each_call, is_inside_dlab
-from dlab.exercises.sandbox import join, name_ranks, tell_line
+from dlab.exercises.sandbox import describe_line, join, name_ranks
 from dlab.models import SmallCNN
 from dlab.processes.between.errors import Report, WorkerError
 from dlab.processes.parent.cluster import Cluster
@@ -25,11 +25,11 @@ from dlab.processes.worker.context import device, rank, world_size
 from dlab.reduction import allreduce, average_gradients
 
 Average = Callable[[nn.Module], object]
-Call = tuple[str, list[int]]  # a collective, and the sizes of the tensors that a rank brings to it
+Call = tuple[str, list[int]]  # the name of a collective and the sizes of the tensors that a rank passes to it
 
-OTHER_SIZES = (3, 2, 5)  # after the learner's own cluster; making one takes a tenth of a second
-LIMIT = 20.0  # seconds on one cluster, which takes a right answer a tenth of one
-RETURNED, FAILED = "returned", "failed"  # what a rank says instead of the name of its next collective
+OTHER_SIZES = (3, 2, 5)  # tried after the learner's own cluster; starting a cluster takes a tenth of a second
+LIMIT = 20.0  # seconds on one cluster; a correct answer takes a tenth of a second
+RETURNED, FAILED = "returned", "failed"  # reported by a rank instead of the name of its next collective
 _OWN = tuple(getattr(collectives, name) for name in collectives.__all__ if name.endswith("_allreduce"))
 _WAITS = ("wait", "synchronize", "is_completed", "get_future")
 _NAMES = {"allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced", "allgather": "all_gather"}
@@ -37,17 +37,17 @@ _ONCE = {"all_reduce", "all_reduce_coalesced", "allreduce", *(each.__name__ for 
 
 
 def check_one_message(average: Any, cluster: Cluster) -> str:
-    """Try `average(model)` on the cluster, then with 3, 2 and 5 ranks: "well done …", or "not yet: …" and why.
+    """Try `average(model)` on the cluster, then with 3, 2 and 5 ranks: "well done …", or "not yet: …" with the reason.
 
-    Asked for is the mean over the ranks in every `parameter.grad`, with a single all-reduce.
+    The function must leave the mean over the ranks in every `parameter.grad`, and use a single all-reduce.
 
     >>> check_one_message(dlab.average_gradients, cluster)
     "not yet: this calls dlab's own average_gradients, which sends a message for each parameter: …"
     """
     if not callable(average):
-        return f"not yet: {average!r} is no function: write def my_average(model)."
+        return f"not yet: {average!r} is not a function: write def my_average(model)."
     try:
-        # a process group of dlab's own is written in Python: what goes on there is not seen as operators
+        # the backend `dlab` is written in Python, so torch does not see its collectives as operators
         with Cluster(cluster.workers) if cluster.backend == NAME else nullcontext(cluster) as given:
             if problem := _AverageTrial(average, SmallCNN).problem(given):
                 return f"not yet: {problem}."
@@ -56,9 +56,9 @@ def check_one_message(average: Any, cluster: Cluster) -> str:
                 with Cluster(size) as another:
                     if problem := _AverageTrial(average, _other_network).problem(another):
                         return f"not yet: with {size} ranks and another network, {problem}."
-    except WorkerError as error:  # a rank has died, or not returned
+    except WorkerError as error:  # a rank has died or did not return
         return f"not yet: {error}"
-    except TypeError as error:  # it cannot be sent to workers
+    except TypeError as error:  # the function cannot be sent to workers
         return f"not yet: {error}."
     return "well done: the right mean, with one message instead of eight."
 
@@ -68,24 +68,24 @@ def _other_network() -> nn.Module:
 
 
 class _Ended(BaseException):
-    """Ends the learner's function on every rank, once it is clear that it cannot go on."""
+    """Ends the learner's function on every rank once it is clear that it cannot continue."""
 
 
 class _AverageTrial:
-    """The learner's function on all ranks of a cluster, with gradients and weights that are different on each."""
+    """Runs the learner's function on all ranks of a cluster, with different gradients and weights on each rank."""
 
     def __init__(self, average: Average, network: Callable[[], nn.Module]) -> None:
         self.average, self.network = average, network
-        self.__name__ = getattr(average, "__name__", "my_average")  # what the cluster calls this run
+        self.__name__ = getattr(average, "__name__", "my_average")  # the cluster shows it as the name of the run
 
     def problem(self, cluster: Cluster) -> str | None:
-        """What is wrong, in a sentence without its full stop; None if nothing is."""
+        """Return what is wrong, as a sentence without a full stop, or None."""
         found = cluster.run(self, timeout=LIMIT)
         calls, waited, reports = found[0]["calls"], found[0]["waited"], [each["report"] for each in found]
         if any(reports):
-            return self._tell_failure(reports)
+            return self._describe_failure(reports)
         if found[0]["ended"]:
-            return _tell_disagreement(found[0]["ended"])
+            return _explain_disagreement(found[0]["ended"])
         if "average_gradients" in calls:
             return (
                 "this calls dlab's own average_gradients, which sends a message for each parameter: "
@@ -97,29 +97,29 @@ class _AverageTrial:
                 "work = dist.all_reduce(…), and call work.wait() before you use the result"
             )
         own = [self._inputs(rank) for rank in range(cluster.workers)]
-        if problem := tell_wrong(own, [(each["gradients"], each["weights"]) for each in found], calls):
+        if problem := explain_wrong(own, [(each["gradients"], each["weights"]) for each in found], calls):
             return problem
-        return _tell_calls([call for call in calls if call != "barrier"])
+        return _explain_calls([call for call in calls if call != "barrier"])
 
     def _inputs(self, rank: int) -> tuple[Gradients, Gradients]:
-        """A rank's gradients and weights, by the parameters' names; drawn without the notebook's random numbers."""
+        """Return a rank's gradients and weights by parameter name, without touching the notebook's random numbers."""
         dice = torch.Generator().manual_seed(rank)
         shapes = {name: parameter.shape for name, parameter in self._model().named_parameters()}
         rows = [{name: torch.randn(shape, generator=dice) for name, shape in shapes.items()} for _ in range(2)]
         return rows[0], rows[1]
 
     def _model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # its first weights are not needed
+        with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
             return self.network()
 
-    def _tell_failure(self, reports: list[Report | None]) -> str:
+    def _describe_failure(self, reports: list[Report | None]) -> str:
         ranks = [rank for rank, report in enumerate(reports) if report]
         report = next(filter(None, reports))
         frames = [traceback.FrameSummary(*frame) for frame in report.chain[0][0]]
         hint = "; gloo knows ReduceOp.SUM: divide by dlab.world_size() yourself" * ("ReduceOp" in report.message)
-        return f"{name_ranks(ranks)} ended in {report.message}{tell_line(frames, self.__name__)}{hint}"
+        return f"{name_ranks(ranks)} ended in {report.message}{describe_line(frames, self.__name__)}{hint}"
 
-    # in the workers
+    # this part runs in the workers
 
     def __call__(self) -> dict[str, Any]:
         model = self._model().to(device())
@@ -129,7 +129,7 @@ class _AverageTrial:
             parameter.grad = gradients[name].to(device(), copy=True)
         watched, report = _CollectiveCalls(), None
         try:
-            with watched, each_call(watched.tell, allreduce, average_gradients, *_OWN, builtins=_WAITS):
+            with watched, each_call(watched.note_call, allreduce, average_gradients, *_OWN, builtins=_WAITS):
                 self.average(model)
             watched.meet((RETURNED, []))
         except _Ended:
@@ -153,9 +153,9 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 
 
 class _CollectiveCalls(TorchDispatchMode):
-    """Before each collective all ranks tell each other which it is: one that will not come is known at once.
+    """Lets the ranks agree on each collective before it starts, so that a missing rank is known at once.
 
-    torch's collectives are seen below `torch.distributed`, as operators, by whatever name a learner calls them.
+    It sees torch's collectives as operators, below `torch.distributed`, whatever name the learner calls them by.
     """
 
     def __init__(self) -> None:
@@ -163,11 +163,11 @@ class _CollectiveCalls(TorchDispatchMode):
         self._group = dist.new_group(backend="gloo")
         self._busy = False
         self.calls: list[str] = []
-        self.pending = False  # was there one with async_op=True, and nobody has waited since?
-        self.ended: list[Call] = []  # what each rank wanted, where they did not agree
+        self.pending = False  # is an operation with async_op=True still unfinished?
+        self.ended: list[Call] = []  # the call of each rank, where they did not agree
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator, which may be a collective."""
+        """Agree on the operator with the other ranks first if it is a collective."""
         schema = func._schema.arguments if "c10d" in func.namespace else []
         arguments = {each.name: each.default_value for each in schema}
         arguments |= dict(zip(arguments, args, strict=False)) | (kwargs or {})
@@ -178,8 +178,8 @@ class _CollectiveCalls(TorchDispatchMode):
             self.pending = bool(arguments.get("async_op"))
         return func(*args, **(kwargs or {}))
 
-    def tell(self, name: str) -> None:
-        """One of dlab's own, or somebody waits."""
+    def note_call(self, name: str) -> None:
+        """Note a call of one of dlab's own functions, or of a function that waits for a collective."""
         if name in _WAITS:
             self.pending = False
         elif name == average_gradients.__name__:
@@ -190,12 +190,12 @@ class _CollectiveCalls(TorchDispatchMode):
     def _enter(self, name: str, arguments: dict[str, Any]) -> None:
         tensors = arguments.get("tensors", arguments.get("input", []))
         sizes = [each.numel() for each in ([tensors] if isinstance(tensors, Tensor) else tensors)]
-        if name not in ("send", "recv"):  # these are for two
+        if name not in ("send", "recv"):  # only two ranks take part
             self.meet((name, sizes if name.startswith("all_reduce") else []))
         self.calls.append(name)
 
     def meet(self, mine: Call) -> None:
-        """Go on only if all ranks want the same."""
+        """Continue only if all ranks are about to make the same call."""
         calls: list[Any] = [None] * world_size()
         self._busy = True
         dist.all_gather_object(calls, mine, group=self._group)
@@ -205,19 +205,19 @@ class _CollectiveCalls(TorchDispatchMode):
             raise _Ended
 
     def leave(self) -> None:
-        """This rank has failed: say so, unless the others know."""
+        """Tell the other ranks that this one has failed, unless they know it already."""
         try:
             self.meet((FAILED, []))
         except _Ended:
             pass
 
     def close(self) -> None:
-        """All ranks have met for the last time."""
+        """Free the group over which the ranks agreed; all of them must be done with it."""
         dist.destroy_process_group(self._group)
 
 
-def _tell_disagreement(calls: list[Call]) -> str:
-    """Some ranks wait in a collective to which others will not come."""
+def _explain_disagreement(calls: list[Call]) -> str:
+    """Explain that some ranks wait in a collective that others never call."""
     names = [name for name, _ in calls]
     gone = [rank for rank, name in enumerate(names) if name == RETURNED]
     if gone:
@@ -232,8 +232,8 @@ def _tell_disagreement(calls: list[Call]) -> str:
     return f"rank 0 calls {what[0]}, but rank {other} {what[1]}: all ranks must call the same, with the same sizes"
 
 
-def _tell_calls(calls: list[str]) -> str | None:
-    """The mean is right: was it made by one all-reduce?"""
+def _explain_calls(calls: list[str]) -> str | None:
+    """Explain why a correct mean was not computed by one all-reduce; None if it was."""
     if len(calls) == 1 and calls[0] in _ONCE:
         return None
     if not calls:

@@ -1,4 +1,4 @@
-"""A learner's function, called once: what it gave, or a sentence that says why it gave nothing."""
+"""Call a learner's function once, and return its result or a sentence that says why there is none."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import attempt
 
-LIMIT = 10.0  # seconds for one call, which takes a right answer less than one of them
+LIMIT = 10.0  # seconds for one call; a correct answer takes less than one
 _DLAB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (_DLAB, *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
 
 class Unfinished(Exception):
-    """The call came to no answer; the message says why, in words that follow "with 3 ranks,"."""
+    """The call produced no result. The message says why, in words that can follow "with 3 ranks,"."""
 
 
 def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[..., Any], ...], instead: str) -> Any:
-    """What `function(*arguments)` gives; `Unfinished`, if that is nothing to look at.
+    """Return `function(*arguments)`; raise `Unfinished` if it fails, does not end, or returns nothing to look at.
 
-    It may fail or never end, and it must not be dlab's own solution, which is one of `own`: then do `instead`.
+    The function must not call dlab's own solutions, listed in `own`; if it does, the error advises to do `instead`.
     """
     called: list[str] = []
 
@@ -36,11 +36,11 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
 
     made = attempt(work, 1, LIMIT)
     if called:
-        raise Unfinished(tell_own(called, instead))
+        raise Unfinished(explain_own(called, instead))
     if made.failed:
-        raise Unfinished(f"it ended in {tell_error(made.failed[0])}") from made.failed[0]
+        raise Unfinished(f"it ended in {describe_error(made.failed[0])}") from made.failed[0]
     if made.rehearsal is None:
-        raise Unfinished(tell_unreturned("it", bool(made.stuck), LIMIT))
+        raise Unfinished(describe_unreturned("it", bool(made.stuck), LIMIT))
     if isinstance(made.rehearsal[0], Iterator):
         kind = type(made.rehearsal[0]).__name__
         raise Unfinished(
@@ -49,8 +49,8 @@ def call(function: Callable[..., Any], *arguments: Any, own: tuple[Callable[...,
     return made.rehearsal[0]
 
 
-def tell_error(error: BaseException) -> str:
-    """`KeyError: 'w', in the line …`: the innermost line that the learner has written."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error with the innermost line that the learner wrote: `KeyError: 'w', in the line …`."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.line for frame in frames if frame.line and not frame.filename.startswith(_LIBRARIES)]
     where = f", in the line `{lines[-1]}`" if lines else ""
@@ -58,8 +58,8 @@ def tell_error(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' * bool(said)}{said}{where}"
 
 
-def tell_unreturned(who: str, stuck: bool, limit: float) -> str:
-    """Of one that has not returned: it still runs, or has ended itself."""
+def describe_unreturned(who: str, stuck: bool, limit: float) -> str:
+    """Describe a call that did not return: it is still running, or it ended its own thread."""
     if stuck:
         return f"{who} had not returned after {limit:g} s: look for a loop that does not end"
     return f"{who} called exit(), which ends a whole program: use return"

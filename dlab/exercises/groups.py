@@ -1,6 +1,6 @@
-"""torch.distributed on the threads of a rehearsal: there `dist.all_reduce` works as it does in a worker process.
+"""torch.distributed on the threads of a rehearsal, so that `dist.all_reduce` works there as in a worker process.
 
-A process has one default process group. While `process_groups` lasts, each thread of a rehearsal has its own.
+A process has one default process group. Inside `process_groups`, each thread of a rehearsal has its own.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dlab.processes.worker import context
 from dlab.transports import Transport
 from dlab.transports.base import TensorAndRank
 
-_here = threading.local()  # .group and .transport of the rank whose thread asks
+_here = threading.local()  # .group and .transport of the rank that runs in this thread
 
 
 @contextmanager
 def process_groups() -> Iterator[Callable[[Transport], None]]:
-    """Gives `join(transport)`: the thread that calls it is a rank, for torch.distributed and for dlab.
+    """Yield `join(transport)`, which makes the calling thread a rank for torch.distributed and for dlab.
 
-    From then on `dist.all_reduce`, `dlab.world_size()` and the like are about the ranks of the rehearsal there.
+    In that thread `dist.all_reduce`, `dlab.world_size()` and the like then refer to the ranks of the rehearsal.
     """
 
     def join(transport: Transport) -> None:
         _here.transport, _here.group = transport, _ThreadGroup(transport)
 
     world, old = c10d._world, context._transport
-    c10d._world, context._transport = _World(world), _Mine()  # type: ignore[assignment]
+    c10d._world, context._transport = _ThreadLocalWorld(world), _ThreadTransportProxy()  # type: ignore[assignment]
     try:
         yield join
     finally:
@@ -42,7 +42,7 @@ def process_groups() -> Iterator[Callable[[Transport], None]]:
 
 
 class _ThreadGroup(DlabGroup):
-    """The collectives of the backend `dlab`, over the transport of a rehearsal and in the thread that asks."""
+    """The collectives of the backend `dlab`, over the transport of a rehearsal and in the calling thread."""
 
     def __init__(self, transport: Transport) -> None:
         dist.ProcessGroup.__init__(self, transport.rank, transport.size)  # type: ignore[call-arg]
@@ -58,14 +58,14 @@ class _ThreadGroup(DlabGroup):
         return done
 
     def send(self, *_: Any) -> Any:
-        """Would block in `isend`, where a real one does not."""
-        raise RuntimeError("this check has no point to point of torch.distributed: use exchange of the transport")
+        """Refuse: over a rehearsal's transport `isend` would block, which a real one does not."""
+        raise RuntimeError("this check has no point-to-point calls of torch.distributed: use transport.exchange")
 
     recv = recv_anysource = send  # type: ignore[assignment]
 
 
-class _World(c10d._World):
-    """The default process group of a thread that has joined; for all others, everything is as before."""
+class _ThreadLocalWorld(c10d._World):
+    """Gives each thread that has joined its own default process group; other threads see the usual one."""
 
     def __init__(self, before: c10d._World) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _World(c10d._World):
 
     @property
     def default_pg(self) -> dist.ProcessGroup | None:
-        """The process group of the rank whose thread asks."""
+        """The process group of the rank that runs in this thread."""
         return getattr(_here, "group", self._before.default_pg)
 
     @default_pg.setter
@@ -82,21 +82,21 @@ class _World(c10d._World):
 
     @property
     def pg_map(self) -> Any:
-        """The group's backend, where `dist.get_backend` looks it up."""
+        """The group's backend, which `dist.get_backend` looks up here."""
         mine = getattr(_here, "group", None)
         return self._before.pg_map if mine is None else self._before.pg_map | {mine: ("dlab", None)}
 
 
-class _Mine(Transport):
-    """What `dlab.transport()` gives: that of the rank whose thread asks."""
+class _ThreadTransportProxy(Transport):
+    """The result of `dlab.transport()`: it passes every call on to the transport of the rank in this thread."""
 
     rank = property(lambda self: _here.transport.rank)
     size = property(lambda self: _here.transport.size)
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """Send and receive by the transport of the rank whose thread asks."""
+        """Send and receive over the transport of the rank that runs in this thread."""
         _here.transport.move(outgoing, incoming)
 
     def label(self, phase: str, step: int) -> None:
-        """Name the phase of the messages to come on the transport of the rank whose thread asks."""
+        """Name the phase of the next messages on the transport of the rank that runs in this thread."""
         _here.transport.label(phase, step)

@@ -1,6 +1,6 @@
-"""Rings that are wrong in a known way, played through: what a learner's ring leaves behind is compared with them.
+"""Simulate rings that are wrong in a known way, to compare a learner's ring with them.
 
-The mistakes of the exercise in `02_allreduce.ipynb`.
+These are the typical mistakes in the exercise of `02_allreduce.ipynb`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a ring does with what comes in, how many steps more or less it takes, and which chunk it takes for another.
+    """A ring with one mistake: what it does with incoming chunks, how many steps it takes, which chunks it confuses.
 
-    `add` and `keep` change the chunk in place; `new` and `put` let the sum, or what has come in, take the chunk's place
-    in a list of chunks, and `forget` keeps it nowhere; `none`: the round is missing.
+    `add` and `keep` change the chunk in place; `new` and `put` replace the chunk in the list of chunks, by the sum or
+    by what came in; `forget` stores the result nowhere; `none` leaves the round out.
     """
 
     sentence: str
     first: str = "add"
     second: str = "keep"
-    first_steps: int = 0  # more or less than n-1
+    first_steps: int = 0  # added to the correct n-1
     second_steps: int = 0
-    first_into: int = 0  # what comes in goes into the chunk so much further on
+    first_into: int = 0  # offset of the chunk that receives what comes in
     second_into: int = 0
-    second_begins: int = 0  # the second round begins with the chunk so much further on
+    second_begins: int = 0  # offset of the chunk with which the second round begins
 
 
 MISTAKES = [
@@ -100,9 +100,9 @@ MISTAKES = [
 
 
 def find_mistake(own: list[Tensor], found: list[Tensor], sent: list[list[Tensor]]) -> Mistake | None:
-    """The one by which the ranks' own tensors become what was found, and with just the messages that each rank sent.
+    """Find the mistake that turns the ranks' own tensors into those found, with exactly the messages that were sent.
 
-    In a ring of either direction, and with any chunk first.
+    Rings of both directions and with any first chunk are tried.
     """
     for mistake in MISTAKES:
         for direction in (1, -1):
@@ -118,14 +118,14 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _play(own: list[Tensor], mistake: Mistake, direction: int, start: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """What the tensors of all ranks become, and what each rank sends."""
+    """Return the final tensors of all ranks and the messages that each rank sends."""
     size = len(own)
     tensors = [tensor.clone() for tensor in own]
     chunks = [list(tensor.tensor_split(size)) for tensor in tensors]
     messages: list[list[Tensor]] = [[] for _ in own]
 
     def step(begins: int, number: int, what: str, into: int) -> None:
-        indices = [(rank + begins - direction * number) % size for rank in range(size)]  # what each rank sends
+        indices = [(rank + begins - direction * number) % size for rank in range(size)]  # the chunk each rank sends
         for rank, index in enumerate(indices):
             messages[rank].append(chunks[rank][index].clone())
         for rank in range(size):
@@ -133,7 +133,7 @@ def _play(own: list[Tensor], mistake: Mistake, direction: int, start: int) -> tu
             index, incoming = (indices[source] + into) % size, messages[source][-1]
             mine = chunks[rank][index]
             if len(mine) != len(incoming):
-                continue  # this would have ended in an error
+                continue  # the real ring would have raised an error
             if what == "add":
                 mine += incoming
             elif what == "keep":

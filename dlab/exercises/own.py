@@ -1,4 +1,4 @@
-"""Notice that a learner's code calls dlab's own solution of an exercise: it would be right, and nothing be learned."""
+"""Notice when a learner's code calls dlab's own solution of an exercise, which would be correct but teach nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _DLAB = os.path.dirname(os.path.dirname(_CHECKERS)) + os.sep
 
 @contextmanager
 def noticing(*solutions: Callable[..., Any]) -> Iterator[list[str]]:
-    """The names of those of dlab's functions and methods that are called in this thread while the block runs.
+    """Collect the names of dlab's functions and methods that are called in this thread while the block runs.
 
-    A call counts if it comes from the learner's code or, where the learner has handed in dlab's own, from a checker in
-    `dlab/exercises`; not if another part of dlab makes it. By whatever name the learner knows it: what is looked at is
-    the code that runs. It works in a thread of a rehearsal and in a worker process alike, and when the block fails.
+    A call counts if it comes from the learner's code, or from a checker in `dlab/exercises` when the learner has handed
+    in dlab's own function; calls from other parts of dlab do not count. Functions are recognised by their code,
+    whatever name the learner uses. It works in the threads of a rehearsal and in worker processes, and also when the
+    block fails.
 
     >>> with noticing(ring_allreduce) as called:
     ...     my_ring(tensor, transport)
@@ -35,16 +36,16 @@ def noticing(*solutions: Callable[..., Any]) -> Iterator[list[str]]:
 
 @contextmanager
 def each_call(
-    tell: Callable[[str], object], *functions: Callable[..., Any], builtins: Collection[str] = ()
+    report: Callable[[str], object], *functions: Callable[..., Any], builtins: Collection[str] = ()
 ) -> Iterator[None]:
-    """The same, told at the moment of the call; `builtins` are the names of functions written in C."""
-    names = {id(_code(each)): _function(each).__qualname__ for each in functions}  # a copy of a code is equal to it
+    """Report each call at the moment it is made; `builtins` are the names of functions written in C."""
+    names = {id(_code(each)): _function(each).__qualname__ for each in functions}  # copies of a code object are equal
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and (name := names.get(id(frame.f_code))) and _is_outside(frame.f_back):
-            tell(name)
+            report(name)
         elif event == "c_call" and argument.__name__ in builtins:
-            tell(argument.__name__)
+            report(argument.__name__)
 
     before = sys.getprofile()
     sys.setprofile(notice)
@@ -54,17 +55,17 @@ def each_call(
         sys.setprofile(before)
 
 
-def tell_own(called: list[str], instead: str) -> str:
-    """The sentence for it, without its full stop: what was called, and what to write instead."""
+def explain_own(called: list[str], instead: str) -> str:
+    """Return the sentence for it, without a full stop: what was called and what to write instead."""
     return f"this calls dlab's own {called[0]}, which is the answer: {instead}"
 
 
 def is_inside_dlab(except_for: Callable[..., Any]) -> bool:
-    """Does something of dlab's, which the learner's code has called, lead to the checker that asks?"""
+    """Return whether the asking checker was reached through a function of dlab that the learner's code called."""
     frame, exempt = inspect.currentframe(), _code(except_for)
     while frame is not None and _is_checker(frame):
         frame = frame.f_back
-    while frame is not None and not _is_checker(frame):  # until the checker that has called the learner's code
+    while frame is not None and not _is_checker(frame):  # up to the checker that called the learner's code
         if not _is_outside(frame) and frame.f_code is not exempt:
             return True
         frame = frame.f_back
@@ -80,7 +81,7 @@ def _is_checker(frame: FrameType) -> bool:
 
 
 def _function(solution: Callable[..., Any]) -> Any:
-    """Without what decorators have put around it."""
+    """Remove the wrappers that decorators have added."""
     while isinstance(solution, partial):
         solution = solution.func
     return inspect.unwrap(getattr(solution, "__func__", solution))

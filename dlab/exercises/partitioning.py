@@ -1,4 +1,4 @@
-"""The exercise of `01_data_partitioning.ipynb`: a check that says kindly what is still missing."""
+"""The exercise of `01_data_partitioning.ipynb`: check a learner's equal shards and say what is still missing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ CASES = [(list(range(12)), 4), (list(range(10)), 3), (list(range(100, 60_100)), 
 
 
 def check_equal_shards(solve: Any) -> str:
-    """Try `solve(indices, ranks)` on a few cases: "well done …", or "not yet: …" with the first thing to mend.
+    """Try `solve(indices, ranks)` on a few cases: "well done …", or "not yet: …" with the first thing to fix.
 
-    Asked for are as many shards as ranks, all of one length, no index twice, and fewer left out than there are ranks.
-    A shard may be anything that gives its indices one after another: a list, a tuple, a tensor, an array, a generator.
+    There must be one shard per rank, all of the same length, without repeated indices, and with fewer indices left out
+    than there are ranks. A shard may be anything that can be iterated: a list, a tuple, a tensor, an array, a
+    generator.
 
     >>> check_equal_shards(lambda indices, ranks: [indices[rank::ranks] for rank in range(ranks)])
     'not yet: 10 indices for 3 ranks gave shards of 4, 3 and 3: all must have the same length.'
     """
     if not callable(solve):
-        return f"not yet: {_short(solve)} is no function: write def equal_shards(indices, ranks)."
+        return f"not yet: {_short(solve)} is not a function: write def equal_shards(indices, ranks)."
     for indices, ranks in CASES:
         case = f"{_count(len(indices), 'index', 'indices')} for {_count(ranks, 'rank', 'ranks')}"
         given = list(indices)
@@ -40,7 +41,7 @@ def check_equal_shards(solve: Any) -> str:
 
 
 def _wrong_kind(shards: Any) -> str | None:
-    """What is wrong with the thing that was returned, before one looks into it."""
+    """Say what is wrong with the type of the returned value."""
     if shards is None:
         return "gave None: the function must return the shards"
     if isinstance(shards, dict):
@@ -53,12 +54,12 @@ def _wrong_kind(shards: Any) -> str | None:
 
 
 def _problem(returned: Any, indices: list[int], ranks: int) -> str | None:
-    """What is wrong, in words that follow "10 indices for 3 ranks"; None if nothing is."""
+    """Return what is wrong, in words that follow "10 indices for 3 ranks", or None."""
     if problem := _wrong_kind(returned):
         return problem
-    most = len(indices) + ranks  # of shards or of indices: more than that can only be wrong, or without an end
+    most = len(indices) + ranks  # shards or indices: more than that is wrong, and may never end
     shards: list[list[int]] = []
-    seen: list[Any] = []  # the shards themselves
+    seen: list[Any] = []  # the shard objects themselves
     for rank, shard in enumerate(islice(iter(returned), most + 1)):
         if isinstance(shard, set | frozenset | dict):
             return (
@@ -108,7 +109,7 @@ def _wrong_shards(shards: list[list[int]], indices: list[int], ranks: int) -> st
 def _is_iterable(shard: Any) -> bool:
     try:
         iter(shard)
-    except TypeError:  # a tensor with a single number has __iter__, too
+    except TypeError:  # a tensor with a single number has __iter__ but cannot be iterated
         return False
     return True
 

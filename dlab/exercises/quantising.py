@@ -12,23 +12,25 @@ from dlab.exercises.calling import Unfinished, call
 from dlab.kvstore.compression import Compression, TwoBit
 
 Quantiser = Callable[[Tensor, Tensor, float], Any]
-Rows = tuple[Tensor, Tensor]  # codes and new residual
+Rows = tuple[Tensor, Tensor]  # the codes and the new residual
 
-FIRST = 0.5  # the threshold of the cases that come first
-INSTEAD = "compare with the threshold yourself, and take off what is sent"
+FIRST = 0.5  # the threshold of the first cases
+INSTEAD = "compare with the threshold yourself, and subtract what is sent"
 
 
 def check_quantiser(my_quantise: Any) -> str:
-    """Try `my_quantise(gradient, residual, threshold)`: "well done …", or "not yet: …" with the first thing to mend.
+    """Try `my_quantise(gradient, residual, threshold)`: "well done …", or "not yet: …" with the first thing to fix.
 
-    Asked for are two rows of numbers, as long as the gradient: the codes, 1 where gradient + residual reaches the
-    threshold, -1 where it reaches -threshold, 0 elsewhere; and the new residual, what the codes do not say.
+    It must return two tensors as long as the gradient. The codes are 1 where gradient + residual reaches the threshold,
+    -1 where it reaches -threshold, and 0 elsewhere; the new residual is what the codes do not carry.
 
     >>> check_quantiser(lambda gradient, residual, threshold: (torch.sign(gradient), residual))
     'not yet: with the gradient 0.25, the residual 0 and the threshold 0.5, …'
     """
     if not callable(my_quantise):
-        return f"not yet: {_short(my_quantise)} is no function: write def my_quantise(gradient, residual, threshold)."
+        return (
+            f"not yet: {_short(my_quantise)} is not a function: write def my_quantise(gradient, residual, threshold)."
+        )
     for case in _cases():
         try:
             problem = _problem(my_quantise, *case)
@@ -43,21 +45,21 @@ def check_quantiser(my_quantise: Any) -> str:
 
 
 def _ask(my_quantise: Quantiser, gradient: Tensor, residual: Tensor, threshold: float) -> tuple[Tensor, Any]:
-    """The gradient that it got, as it is afterwards, and what it gave."""
+    """Return the gradient tensor that was passed, as it is after the call, and the function's result."""
     given, own = gradient.clone(), (quantise, Compression.encode, TwoBit._pack)
     return given, call(my_quantise, given, residual.clone(), threshold, own=own, instead=INSTEAD)
 
 
 def quantise(gradient: Tensor, residual: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Codes and new residual, as plainly as can be."""
+    """Return the codes and the new residual, computed in the plainest way."""
     value = gradient + residual
     codes = (value >= threshold).float() - (value <= -threshold).float()
     return codes, value - threshold * codes
 
 
 def _cases() -> list[tuple[Tensor, Tensor, float]]:
-    """One thing after another: single values first. All but MXNet's are exact in binary, so that >= is no accident."""
-    series = [(0.4, 0.0), (0.1, 0.4), (0.2, 0.0), (0.3, 0.2)]  # what everyone pushes, what is left from before
+    """List the cases, single values first. All but MXNet's are exact in binary, so rounding cannot decide a >=."""
+    series = [(0.4, 0.0), (0.1, 0.4), (0.2, 0.0), (0.3, 0.2)]  # each push and the residual left from the one before
     single = [(0.25, 0.0), (0.75, 0.0), (-0.75, 0.0), (0.5, 0.0), (-0.5, 0.0), (0.25, 0.375), (-0.25, -0.375)]
     single += [(0.75, -0.5), (2.0, 0.25), (-2.0, 0.0), *series]
     cases = [(torch.tensor([gradient]), torch.tensor([residual]), FIRST) for gradient, residual in single]
@@ -101,7 +103,7 @@ def _problem(my_quantise: Quantiser, gradient: Tensor, residual: Tensor, thresho
 
 
 def _rows(found: Any, gradient: Tensor) -> Rows | str:
-    """Codes and new residual as tensors; a sentence, if they are none."""
+    """Return the codes and the new residual as tensors, or a sentence if they are not."""
     if not isinstance(found, tuple | list) or len(found) != 2:
         return f"it gave {_short(found)}: give two things, return codes, new_residual"
     rows = []
@@ -122,7 +124,7 @@ def _rows(found: Any, gradient: Tensor) -> Rows | str:
 def _wrong_code(
     rows: Rows, gradient: Tensor, residual: Tensor, threshold: float, place: int, my_quantise: Quantiser
 ) -> str:
-    """Which misunderstanding gives this code?"""
+    """Explain a wrong code by the misunderstanding that leads to it."""
     wanted, kept = quantise(gradient, residual, threshold)
     code, value, right = float(rows[0][place]), float(gradient[place] + residual[place]), int(wanted[place])
     alone = float(quantise(gradient, torch.zeros_like(residual), threshold)[0][place])
@@ -152,24 +154,24 @@ def _wrong_code(
 
 
 def _is_subtracted(my_quantise: Quantiser) -> bool:
-    """On many values, are the codes those of gradient - residual?"""
+    """Return whether the codes are those of gradient - residual, judged on many values."""
     gradient, residual, threshold = max(_cases(), key=lambda case: len(case[0]))
     rows = _rows(_ask(my_quantise, gradient, residual, threshold)[1], gradient)
     return not isinstance(rows, str) and torch.equal(rows[0], quantise(gradient, -residual, threshold)[0])
 
 
 def _wrong_residual(left: float, gradient: float, residual: float, threshold: float) -> str:
-    """Which misunderstanding leaves this?"""
+    """Explain a wrong residual by the misunderstanding that leads to it."""
     value = gradient + residual
     code = float(quantise(torch.tensor([gradient]), torch.tensor([residual]), threshold)[0])
     right = value - threshold * code
     expected = f"the code is right, but the new residual is {left:g} and should be {right:g}"
     if code and _close(left, value):
-        return f"{expected}: take off what was sent, threshold times code"
+        return f"{expected}: subtract what was sent, threshold times code"
     if code and _close(left, value - code):
         return f"{expected}: what was sent is threshold times code, not the code itself"
     if code and _close(left, value + threshold * code):
-        return f"{expected}: what was sent is taken off, not added"
+        return f"{expected}: what was sent is subtracted, not added"
     if residual and _close(left, right + residual):
         return f"{expected}: the old residual is in it twice; it is a part of the value that you have compared"
     if code and left == 0:
@@ -186,7 +188,7 @@ def _wrong_residual(left: float, gradient: float, residual: float, threshold: fl
 
 
 def _case(gradient: Tensor, residual: Tensor, threshold: float, place: int | None = None) -> str:
-    """Names the value that it is about; without a place, all of them."""
+    """Describe the case, for one value if `place` is given and otherwise for all values."""
     if not len(gradient):
         return "with an empty gradient"
     if place is None and len(gradient) > 1:
@@ -198,7 +200,7 @@ def _case(gradient: Tensor, residual: Tensor, threshold: float, place: int | Non
 
 
 def _hint(reason: Unfinished) -> str:
-    """For an `if` that works with one value only."""
+    """Return advice for an `if` that works only with a single value."""
     if "Boolean value of Tensor" in str(reason) or "cannot be converted to Scalar" in str(reason):
         return ": work on all values at once, as value >= threshold does"
     return ""

@@ -10,7 +10,7 @@ import torch
 from dlab import collectives, cost
 from dlab.collectives.ring import collect_chunks, pass_chunks, ring_allreduce
 from dlab.exercises.mistakes import find_mistake
-from dlab.exercises.own import each_call, tell_own
+from dlab.exercises.own import each_call, explain_own
 from dlab.exercises.sandbox import attempt, count, name_ranks
 from dlab.reduction import allreduce
 from dlab.rehearsal import Rehearsal
@@ -19,20 +19,20 @@ from dlab.transports.base import TensorAndRank
 
 Ring = Callable[[torch.Tensor, Transport], object]
 
-# ranks, elements and whether one rank is slow; four ranks first, where the numbers are easy to follow
+# ranks, elements, and whether one rank is slow; four ranks come first, because their numbers are easy to follow
 CASES = [
     *((4, 12, False), (4, 10, False), (4, 12, True)),
     *((1, 5, False), (2, 6, False), (3, 7, False), (5, 3, False), (6, 12, False), (7, 10, False), (3, 0, False)),
 ]
-SLOW_RANK, PAUSE = 1, 0.01  # seconds before each of its messages
-LIMIT = 10.0  # seconds for one case, which takes a right ring some milliseconds
+SLOW_RANK, PAUSE = 1, 0.01  # seconds of delay before each of its messages
+LIMIT = 10.0  # seconds for one case; a correct ring takes a few milliseconds
 OWN = (*(getattr(collectives, name) for name in collectives.__all__), collect_chunks, pass_chunks, allreduce)
 
 
 def check_ring(my_ring: Ring) -> str:
-    """Try `my_ring(tensor, transport)` in rehearsals: "well done …", or "not yet: …" with the first thing to mend.
+    """Try `my_ring(tensor, transport)` in rehearsals: "well done …", or "not yet: …" with the first thing to fix.
 
-    Asked for is the sum, in place, on every rank, and no more messages and bytes than a ring needs.
+    It must leave the sum in the tensor of every rank, with no more messages and bytes than a ring needs.
 
     >>> check_ring(lambda tensor, transport: None)
     'not yet: with 4 ranks and 12 elements, every rank still holds only its own numbers: add what comes in …'
@@ -47,14 +47,14 @@ def check_ring(my_ring: Ring) -> str:
     )
 
 
-class _Watched(Transport):
-    """Sees what a rank sends while it receives; a slow one takes its time before every message."""
+class _ObservedTransport(Transport):
+    """Notes what a rank sends while it receives; a slow rank pauses before every message."""
 
     def __init__(self, transport: Transport, pause: float) -> None:
         self._transport, self._pause, self.rank, self.size = transport, pause, transport.rank, transport.size
         self.sent: list[torch.Tensor] = []
-        self.overwrites = False  # has something come in where it would overwrite what goes out?
-        self.partners: tuple[int, int] | None = None  # to whom and from whom, in an exchange that goes on
+        self.overwrites = False  # has an incoming message arrived in memory that is being sent?
+        self.partners: tuple[int, int] | None = None  # destination and source of the exchange in progress
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         time.sleep(self._pause)
@@ -67,38 +67,38 @@ class _Watched(Transport):
         self.partners = None
 
     def barrier(self) -> None:
-        self._transport.barrier()  # not recorded
+        self._transport.barrier()  # barriers are not recorded
 
     def label(self, phase: str, step: int) -> None:
         self._transport.label(phase, step)
 
 
 class _RingTrial:
-    """One rehearsal of a learner's ring: rank r begins with 10**r times 1, 2, 3, … (whole numbers: sums are exact)."""
+    """A rehearsal of a learner's ring. Rank r begins with 10**r times 1, 2, 3, …: whole numbers, so sums are exact."""
 
     def __init__(self, my_ring: Ring, ranks: int, elements: int, slow: bool) -> None:
         self.my_ring, self.ranks, self.elements, self.slow = my_ring, ranks, elements, slow
         self.own = [10.0**rank * torch.arange(1.0, elements + 1) for rank in range(ranks)]
         self.sum = torch.stack(self.own).sum(0)
         self.tensors = [tensor.clone() for tensor in self.own]
-        self.transports: list[_Watched] = []
-        self.called: list[str] = []  # dlab's own solutions
+        self.transports: list[_ObservedTransport] = []
+        self.called: list[str] = []  # dlab's own solutions that the learner called
 
     def problem(self) -> str | None:
-        """What is wrong, in words that follow "with 4 ranks and 12 elements,"; None if nothing is."""
+        """Return what is wrong, in words that follow "with 4 ranks and 12 elements,", or None."""
         made = attempt(self._work, self.ranks, LIMIT)
         if self.called:
-            return _tell_own(self.called)
+            return _explain_own(self.called)
         if any(each.overwrites for each in self.transports):
             return (
                 "an exchange receives into the memory from which it sends: what comes in may overwrite what has not "
                 "gone out yet. Receive into another chunk, or into torch.empty_like(chunk)"
             )
         if made.deadlock:
-            return self._tell_deadlock(made.deadlock)
+            return self._explain_deadlock(made.deadlock)
         if made.failed:
             hint = "; give the chunk a name: chunk = chunks[i], then chunk += incoming"
-            told = made.tell_failure(getattr(self.my_ring, "__name__", ""))
+            told = made.describe_failure(getattr(self.my_ring, "__name__", ""))
             return told + hint * ("'tuple' object does not support item assignment" in told)
         if made.rehearsal is None:
             return (
@@ -109,12 +109,12 @@ class _RingTrial:
 
     def _work(self, transport: Transport) -> object:
         rank = transport.rank
-        watched = _Watched(transport, PAUSE if self.slow and rank == SLOW_RANK else 0.0)
+        watched = _ObservedTransport(transport, PAUSE if self.slow and rank == SLOW_RANK else 0.0)
         self.transports.append(watched)
         with each_call(self.called.append, *OWN):
             return self.my_ring(self.tensors[rank], watched)
 
-    def _tell_deadlock(self, chain: str) -> str:
+    def _explain_deadlock(self, chain: str) -> str:
         partners = [each.partners for each in self.transports]
         if self.ranks > 2 and all(pair and pair[0] == pair[1] for pair in partners):
             hint = "every rank receives from the neighbour to which it sends; receive from the one on the other side"
@@ -167,7 +167,7 @@ class _RingTrial:
         )
 
     def _untouched(self) -> int:
-        """How many elements are everybody's own still, if all others are right."""
+        """Return how many elements every rank left unchanged, if all other elements are right."""
         own = torch.stack([tensor == own for tensor, own in zip(self.tensors, self.own, strict=True)]).all(0)
         right = torch.stack([tensor == self.sum for tensor in self.tensors]).all(0)
         return int(own.sum()) if (own | right).all() else 0
@@ -179,7 +179,7 @@ class _RingTrial:
         for event in played.messages:
             sent[event.rank] += event.data["bytes"]
             destinations[event.rank].add(event.data["destination"])
-        # where chunks differ in size, who sends the larger ones is left to the learner
+        # where the chunks differ in size, the learner may choose which rank sends the larger ones
         even = self.elements % self.ranks == 0
         most = max(range(self.ranks), key=lambda rank: abs(sent[rank] - formula.bytes_per_rank[rank]))
         if sum(sent) < sum(formula.bytes_per_rank):
@@ -216,14 +216,14 @@ class _RingTrial:
         )
 
 
-def _tell_own(called: list[str]) -> str:
+def _explain_own(called: list[str]) -> str:
     if called[0] in (ring_allreduce.__name__, collect_chunks.__name__, pass_chunks.__name__):
-        return tell_own(called, "write the two rounds yourself, with send, recv or exchange")
+        return explain_own(called, "write the two rounds yourself, with send, recv or exchange")
     return f"this calls dlab's own {called[0]}: do without it, and write the two rounds with send, recv or exchange"
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two contiguous tensors have memory in common?"""
+    """Return whether two contiguous tensors share memory."""
     starts, ends = zip(*((each.data_ptr(), each.data_ptr() + each.nbytes) for each in (one, other)), strict=True)
     return max(starts) < min(ends)
 

@@ -1,4 +1,4 @@
-"""A learner's code on the threads of a rehearsal: it may fail, deadlock or never end, and all of it can be told."""
+"""Run a learner's code on the threads of a rehearsal, where it may fail, deadlock or loop, and report what happened."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from dlab.transports import Deadlock, Transport
 
 @dataclass
 class Attempt:
-    """What came of it: a rehearsal, or who failed, who waited for whom, or who had not returned in time."""
+    """The outcome: a rehearsal, or the ranks that failed, waited for each other or had not returned in time."""
 
     rehearsal: Rehearsal | None = None
     failed: dict[int, Exception] = field(default_factory=dict)  # by rank
-    deadlock: str = ""  # the chain of who waits for whom
+    deadlock: str = ""  # the chain of ranks that wait for each other
     stuck: list[int] = field(default_factory=list)
 
-    def tell_failure(self, name: str) -> str:
-        """Who failed and how, with the line of the function of this name in which it happened."""
+    def describe_failure(self, name: str) -> str:
+        """Say which ranks failed and how, with the line of the learner's function in which it happened."""
         error = self.failed[min(self.failed)]
-        where = tell_line(traceback.extract_tb(error.__traceback__), name)
+        where = describe_line(traceback.extract_tb(error.__traceback__), name)
         return f"{name_ranks(sorted(self.failed))} ended in {type(error).__name__}: {error}{where}"
 
 
-def tell_line(frames: list[traceback.FrameSummary], name: str) -> str:
-    """`, in the line `x = 1 / 0``: the last one of the function of this name; empty if its source is not there."""
+def describe_line(frames: list[traceback.FrameSummary], name: str) -> str:
+    """Return `, in the line `x = 1 / 0``: the last line of the named function, or "" if its source is not available."""
     frames = [frame for frame in frames if frame.name == name]
     lines = [frame.line for frame in frames if frame.filename == frames[0].filename]  # torch has names like ours
     return f", in the line `{lines[-1]}`" if lines and lines[-1] else ""
 
 
 def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attempt:
-    """Run `work(transport)` on each rank, in a thread that need not be waited for after `limit` seconds."""
-    made, threads = Attempt(), dict[int, int]()  # threads of the ranks that run
-    left = set(range(ranks))  # that have not returned
+    """Run `work(transport)` on each rank, in threads that are given up after `limit` seconds."""
+    made, threads = Attempt(), dict[int, int]()  # threads of the ranks that are running
+    left = set(range(ranks))  # ranks that have not returned
     over = threading.Event()
 
     def play_rank(transport: Transport) -> Any:
         threads[transport.rank] = threading.get_ident()
         try:
-            if over.is_set():  # who spins may keep another rank's thread from starting until time is up
+            if over.is_set():  # a busy loop may delay the start of another rank's thread until the time is up
                 raise SystemExit
             return work(transport)
         except Deadlock:
@@ -63,7 +63,7 @@ def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attem
         except Deadlock as error:
             made.deadlock = str(error)
         except BaseException:
-            pass  # told by `failed`, or ended by `_interrupt`
+            pass  # reported in `failed`, or ended by `_interrupt`
 
     player = threading.Thread(target=play, daemon=True)
     player.start()
@@ -76,7 +76,7 @@ def attempt(work: Callable[[Transport], Any], ranks: int, limit: float) -> Attem
 
 
 def _interrupt(threads: list[int]) -> None:
-    """Ask the threads that still run to end; one that is not inside Python code (a long sleep) does it later."""
+    """Ask the threads that still run to end; a thread outside Python code (a long sleep) ends when it returns to it."""
     for thread in threads:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
@@ -92,5 +92,5 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def join(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words as in `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

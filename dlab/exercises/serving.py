@@ -22,11 +22,11 @@ INSTEAD = "write the two lines yourself, one for the velocity and one for stored
 
 def check_update(my_update: Any) -> str:
     """Push to a server that calls `my_update(key, gradient, stored, state)`: "well done …", or "not yet: …" with the
-    first thing to mend.
+    first thing to fix.
 
-    Asked for is SGD with a learning rate of 0.1 and a momentum of 0.9: the key's velocity becomes 0.9 of itself plus
-    the gradient, and `stored` loses 0.1 of the velocity, in place. `state` is a dictionary, empty at first, that the
-    server gives with every push; the memory of the gradient is used again for the next.
+    It must be SGD with a learning rate of 0.1 and a momentum of 0.9: the key's velocity becomes 0.9 of itself plus the
+    gradient, and 0.1 of the velocity is subtracted from `stored`, in place. `state` is a dictionary, empty at first,
+    that the server passes with every push; the server reuses the memory of the gradient for the next push.
 
     >>> def my_update(key, gradient, stored, state):
     ...     stored -= 0.1 * gradient
@@ -34,7 +34,7 @@ def check_update(my_update: Any) -> str:
     'not yet: with one key, push 1 is right, but push 2 is a step along its gradient alone: the momentum …'
     """
     if not callable(my_update):
-        return f"not yet: {my_update!r} is no function: write def my_update(key, gradient, stored, state)."
+        return f"not yet: {my_update!r} is not a function: write def my_update(key, gradient, stored, state)."
     for case, pushes in _cases():
         server = _TrialServer(my_update, pushes)
         if problem := server.problem(again=case == SECOND):
@@ -46,7 +46,7 @@ def check_update(my_update: Any) -> str:
 
 
 def _cases() -> Iterator[tuple[str, Pushes]]:
-    """The first one can be followed by hand: it gives 0.8, 0.52 and 0.068."""
+    """Yield the cases. The first can be followed by hand: it gives 0.8, 0.52 and 0.068."""
     by_hand: Pushes = [("w", torch.full((2,), each)) for each in (2.0, 1.0, 2.0)]
     dice = torch.Generator().manual_seed(5)
     shapes: dict[Key, tuple[int, ...]] = {0: (2, 3), "conv1.weight": (4, 1, 2), 7: (5,)}
@@ -57,26 +57,26 @@ def _cases() -> Iterator[tuple[str, Pushes]]:
 
 
 @dataclass
-class _After:
-    """What is seen after a push."""
+class _PushOutcome:
+    """What the check observes after a push."""
 
-    values: Values  # of all keys
+    values: Values  # the values of all keys
     returned: Any
-    changed: bool  # the gradient is not what it was
-    kept: bool  # something in the state is a gradient itself, and the next one will overwrite it
-    moved: bool  # `stored` lies in other memory than before
-    aliased: bool  # something in the state is the stored value itself
+    changed: bool  # the gradient was modified
+    kept: bool  # the state holds the gradient's own memory, which the next push overwrites
+    moved: bool  # `stored` now has other memory
+    aliased: bool  # the state holds the memory of the stored value
 
 
 class _TrialServer:
-    """Plays the pushes, all of them if nothing fails, so that a mistake can be told by all that it does."""
+    """Plays the pushes, all of them unless one fails, so that a mistake can be recognised by all its effects."""
 
     def __init__(self, my_update: Callable[..., Any], pushes: Pushes, reuse: bool = True) -> None:
         self.my_update, self.pushes, self.state = my_update, pushes, State()
-        self.seen: list[_After] = []
-        self.failure = ""  # of the push after those seen
+        self.seen: list[_PushOutcome] = []
+        self.failure = ""  # of the push after those in `seen`
         values = _ones(pushes)
-        room = {key: torch.empty_like(value) for key, value in values.items()}  # gradients lie there, one after another
+        room = {key: torch.empty_like(value) for key, value in values.items()}  # every gradient is passed here
         handed = {key: value.view_as(value) for key, value in values.items()}
         for key, gradient in pushes:
             if reuse:
@@ -86,11 +86,11 @@ class _TrialServer:
             try:
                 returned = call(my_update, key, room[key], handed[key], self.state, own=OWN, instead=INSTEAD)
             except Unfinished as reason:
-                self.failure = _tell(reason, len(self.seen) + 1)
+                self.failure = _describe_failure(reason, len(self.seen) + 1)
                 return
             tensors = list(_tensors(self.state))
             self.seen.append(
-                _After(
+                _PushOutcome(
                     {name: value.clone() for name, value in values.items()},
                     returned,
                     changed=not torch.equal(room[key], gradient),
@@ -101,9 +101,9 @@ class _TrialServer:
             )
 
     def problem(self, again: bool) -> str | None:
-        """What is wrong, in words that follow "with one key,"; None if nothing is. `again`: it was right before."""
+        """Return what is wrong, in words that follow "with one key,", or None; `again`: the first server was right."""
         number = self._first_wrong()
-        return self._tell_wrong(number, again) if number else self.failure or None
+        return self._explain_wrong(number, again) if number else self.failure or None
 
     def _first_wrong(self) -> int:
         for number, after in enumerate(self.seen, start=1):
@@ -112,7 +112,7 @@ class _TrialServer:
         return 0
 
     def remark(self) -> str:
-        """On a right answer: is the learning rate in its velocity?"""
+        """Return a remark on a correct answer whose velocity includes the learning rate."""
         key, state = self.pushes[-1][0], State()
         for name, gradient in self.pushes:
             with_momentum(name, gradient, torch.ones_like(gradient), state)
@@ -124,8 +124,8 @@ class _TrialServer:
             )
         return ""
 
-    def _tell_wrong(self, number: int, again: bool) -> str:
-        """The first wrong push is this one."""
+    def _explain_wrong(self, number: int, again: bool) -> str:
+        """Explain the first wrong push, which has this number."""
         after, key = self.seen[number - 1], self.pushes[number - 1][0]
         right = _play(with_momentum, self.pushes, number)
         well = {1: "", 2: "push 1 is right, but "}.get(number, f"pushes 1 to {number - 1} are right, but ")
@@ -164,7 +164,7 @@ class _TrialServer:
         return all(_close(after.values, each) for after, each in zip(self.seen, values, strict=True))
 
 
-# ------------------------------------------------------------------------------------ looking at a server
+# ------------------------------------------------------------------------------------ inspecting a server
 
 
 def _ones(pushes: Pushes) -> Values:
@@ -172,7 +172,7 @@ def _ones(pushes: Pushes) -> Values:
 
 
 def _play(update: Update, pushes: Pushes, number: int) -> Values:
-    """The values of all keys after so many pushes."""
+    """Return the values of all keys after this number of pushes."""
     values, state = _ones(pushes), State()
     for key, gradient in pushes[:number]:
         update(key, gradient.clone(), values[key], state)
@@ -188,7 +188,7 @@ def _close(one: Values, other: Values) -> bool:
 
 
 def _tensors(kept: Any) -> Iterator[torch.Tensor]:
-    """All in a state, also in lists and dictionaries in it."""
+    """Yield all tensors in a state, also those in nested lists and dictionaries."""
     if isinstance(kept, torch.Tensor):
         yield kept
     elif isinstance(kept, dict):
@@ -201,8 +201,8 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _tell(reason: Unfinished, number: int) -> str:
-    """What the call of this push came to."""
+def _describe_failure(reason: Unfinished, number: int) -> str:
+    """Describe why the call of this push did not return."""
     error = reason.__cause__
     hint = ": state is empty at first" if isinstance(error, KeyError) else ""
     if isinstance(error, TypeError) and "positional argument" in str(error):

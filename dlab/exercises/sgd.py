@@ -1,4 +1,4 @@
-"""The exercise of `03_sync_sgd.ipynb`, "write the step": after every step it must hold the weights of one process."""
+"""The exercise of `03_sync_sgd.ipynb`, "write the step": every step must give the weights of a single process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from dlab.data.batches import take
 from dlab.data.sampler import EpochSampler
-from dlab.exercises.applied import Weights, close, close_tensor, find_applied, tell_applied
-from dlab.exercises.calling import tell_error, tell_unreturned
+from dlab.exercises.applied import Weights, close, close_tensor, explain_applied, find_applied
+from dlab.exercises.calling import describe_error, describe_unreturned
 from dlab.exercises.groups import process_groups
-from dlab.exercises.own import noticing, tell_own
+from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import Attempt, attempt, count, join, name_ranks
 from dlab.reduction import average_gradients
 from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD
@@ -29,14 +29,14 @@ from dlab.transports import Recorder, Transport
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Join = Callable[[Transport], None]
 
-RATE, BATCH, LIMIT = 0.1, 12, 20.0  # LIMIT: seconds for one case, which takes a right step a tenth of one
+RATE, BATCH, LIMIT = 0.1, 12, 20.0  # LIMIT: seconds for one case; a correct step takes a tenth of a second
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "plain SGD": lambda parameters: torch.optim.SGD(parameters, lr=RATE),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=RATE),
 }
-# ranks, samples, optimizer; two ranks first, where there is the least to think of. 48 samples are four full batches,
-# of 41 the last batch is one that does not divide.
+# ranks, samples, optimizer. Two ranks come first, as the simplest case. 48 samples are four full batches; with 41
+# the last batch does not divide evenly.
 CASES = [
     *((2, 48, "plain SGD"), (3, 48, "plain SGD"), (1, 48, "plain SGD")),
     *((3, 41, "plain SGD"), (2, 41, "momentum"), (2, 48, "Adam")),
@@ -46,16 +46,16 @@ INSTEAD = "write the step yourself, with ring_allreduce(parameter.grad, self.tra
 
 
 def check_step(strategy: Any) -> str:
-    """Train with a strategy, `check_step(MySGD)`: "well done …", or "not yet: …" with the first thing to mend.
+    """Train with a strategy, `check_step(MySGD)`: "well done …", or "not yet: …" with the first thing to fix.
 
-    It is a class (or an instance) like `dlab.strategies.Strategy`. Asked for is, after every step and on every rank,
-    what one process would hold that trains on all samples of the global batch; the ranks agree to the last bit.
+    The strategy is a class (or an instance) like `dlab.strategies.Strategy`. After every step, every rank must hold the
+    weights of one process that trains on all samples of the global batch, and all ranks must agree to the last bit.
 
     >>> check_step(MySGD)
     'not yet: with 2 ranks and plain SGD, every rank takes a step along its own gradient: nothing is averaged …'
     """
     if not all(hasattr(strategy, name) for name in ("begin", "clear", "step", "end")):
-        return f"not yet: {strategy!r} is no strategy: give a class, as in class MySGD(dlab.strategies.Strategy)."
+        return f"not yet: {strategy!r} is not a strategy: give a class, as in class MySGD(dlab.strategies.Strategy)."
     if getattr(strategy.step, "__func__", strategy.step) is Strategy.step:
         return "not yet: it has no step of its own: write def step(self), which is called after every backward pass."
     with process_groups() as enter:
@@ -70,22 +70,22 @@ def check_step(strategy: Any) -> str:
 
 
 class _Refused(Exception):
-    """What a step gives cannot be used; the message says why."""
+    """A step returned something that cannot be used. The message says why."""
 
 
 @dataclass
-class _Note:
-    """What a rank has seen of one step of the learner's."""
+class _StepRecord:
+    """What a rank observed during one step of the learner's strategy."""
 
-    updates: int = 0  # how often optimizer.step() was called
-    cleared: bool = False  # there was nothing to apply then
-    talked: bool = False  # this rank has sent something
-    weights: Weights = field(default_factory=dict)  # after it
+    updates: int = 0  # number of calls of optimizer.step()
+    cleared: bool = False  # the gradients were gone when the optimizer was called
+    talked: bool = False  # this rank sent a message
+    weights: Weights = field(default_factory=dict)  # after the step
     gradients: Weights = field(default_factory=dict)
 
 
 class _StepTrial:
-    """A small training, by the learner's strategy on threads and by one process; notes the weights after every step."""
+    """Trains a small model with the learner's strategy on threads and in one process, and compares every step."""
 
     def __init__(self, strategy: Any, ranks: int, samples: int, optimizer: str, enter: Join) -> None:
         self.strategy, self.ranks, self.optimizer, self.enter = strategy, ranks, optimizer, enter
@@ -94,25 +94,25 @@ class _StepTrial:
         self.data = TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=make))
         self.sampler = EpochSampler(self.data, ranks, BATCH)
         self.first = _network(make)
-        self.own: list[str] = []  # of dlab's own solutions, those that were called
+        self.own: list[str] = []  # dlab's own solutions that were called
 
     def problem(self) -> str | None:
-        """What is wrong, in words that follow "with 2 ranks and Adam,"; None if nothing is."""
+        """Return what is wrong, in words that follow "with 2 ranks and Adam,", or None."""
         made = attempt(self._work, self.ranks, LIMIT)
         if self.own:
-            return tell_own(self.own, INSTEAD)
+            return explain_own(self.own, INSTEAD)
         if made.deadlock:
             return f"there is a {made.deadlock}: every rank must take part in every exchange, in the same order"
         if made.failed:
-            return _tell_failure(made)
+            return _describe_failure(made)
         if made.rehearsal is None:
             who = name_ranks(made.stuck or list(range(self.ranks)))
-            return tell_unreturned(who, bool(made.stuck), LIMIT)
+            return describe_unreturned(who, bool(made.stuck), LIMIT)
         return self._wrong_weights(made.rehearsal)
 
-    # the trainings
+    # training
 
-    def _work(self, transport: Transport) -> list[_Note]:
+    def _work(self, transport: Transport) -> list[_StepRecord]:
         self.enter(transport)
         with noticing(*OWN) as called:
             try:
@@ -120,8 +120,8 @@ class _StepTrial:
             finally:
                 self.own += called
 
-    def _train(self, transport: Transport) -> list[_Note]:
-        model, notes = copy.deepcopy(self.first), list[_Note]()
+    def _train(self, transport: Transport) -> list[_StepRecord]:
+        model, notes = copy.deepcopy(self.first), list[_StepRecord]()
 
         def look(*_: Any) -> None:
             notes[-1].updates += 1
@@ -138,7 +138,7 @@ class _StepTrial:
         for step in range(self.sampler.steps):
             strategy.clear()
             self._backward(module, step, [transport.rank], self.sampler.weight(step, transport.rank))
-            notes.append(_Note())
+            notes.append(_StepRecord())
             _check_told(strategy.step())
             notes[-1].weights, notes[-1].gradients = _weights(model), _gradients(model)
         strategy.end()
@@ -150,7 +150,7 @@ class _StepTrial:
         (F.cross_entropy(module(inputs), labels) * weight).backward()
 
     def _one_process(self) -> list[Weights]:
-        """Plain torch on all samples of each global batch."""
+        """Train with plain torch on all samples of each global batch, and return the weights after each step."""
         model, notes = copy.deepcopy(self.first), []
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
         for step in range(self.sampler.steps):
@@ -161,7 +161,7 @@ class _StepTrial:
         return notes
 
     def _models_averaged(self) -> list[Weights]:
-        """The mistake that plain SGD forgives: every rank takes its own step, then the weights are averaged."""
+        """Train with the mistake that plain SGD forgives: each rank takes its own step, then averages the weights."""
         models, notes = [copy.deepcopy(self.first) for _ in range(self.ranks)], []
         optimizers = [OPTIMIZERS[self.optimizer](model.parameters()) for model in models]
         for step in range(self.sampler.steps):
@@ -175,12 +175,12 @@ class _StepTrial:
                 model.load_state_dict(notes[-1])
         return notes
 
-    # what is wrong
+    # explaining what is wrong
 
-    def _wrong_weights(self, found: list[list[_Note]]) -> str | None:
+    def _wrong_weights(self, found: list[list[_StepRecord]]) -> str | None:
         wanted = self._one_process()
         for step in range(self.sampler.steps):
-            notes = [by_step[step] for by_step in found]  # by rank
+            notes = [by_step[step] for by_step in found]  # indexed by rank
             if all(close(note.weights, wanted[step]) for note in notes):
                 unlike = [rank for rank, note in enumerate(notes) if not _same_bits(note.weights, notes[0].weights)]
                 if unlike:
@@ -188,16 +188,16 @@ class _StepTrial:
                         f"the weights of rank 0 and {name_ranks(unlike)} differ in their last bits: they would drift "
                         "apart, so let all ranks add up in the same order"
                     )
-            elif (told := _tell_update(notes)) or (step == 0 and self.optimizer == "plain SGD"):
-                return told or self._tell_first_step(notes)
+            elif (told := _explain_update(notes)) or (step == 0 and self.optimizer == "plain SGD"):
+                return told or self._explain_first_step(notes)
             else:
-                return self._tell_later_step(step, [note.weights for note in notes], wanted)
+                return self._explain_later_step(step, [note.weights for note in notes], wanted)
         return None
 
-    def _tell_first_step(self, notes: list[_Note]) -> str:
+    def _explain_first_step(self, notes: list[_StepRecord]) -> str:
         own, start = self._own_gradients(), _weights(self.first)
         mean = {name: torch.stack([each[name] for each in own]).mean(0) for name in start}
-        return tell_applied(
+        return explain_applied(
             find_applied(own, [_applied(start, note) for note in notes]),
             self.ranks,
             talked=any(note.talked for note in notes),
@@ -206,7 +206,7 @@ class _StepTrial:
         )
 
     def _own_gradients(self) -> list[Weights]:
-        """Of each rank, in the first step."""
+        """Return the gradients of each rank in the first step."""
         own, model = [], copy.deepcopy(self.first)
         for rank in range(self.ranks):
             model.zero_grad()
@@ -215,7 +215,7 @@ class _StepTrial:
         return own
 
     def _divisor_elsewhere(self) -> float:
-        """By what the sum is divided with one rank more: is it a number that was written down?"""
+        """Return the divisor of the sum with one rank more: is it a number that was written down?"""
         other = _StepTrial(self.strategy, self.ranks + 1, 48, "plain SGD", self.enter)
         made = attempt(other._work, other.ranks, LIMIT)
         if made.rehearsal is None:
@@ -224,17 +224,19 @@ class _StepTrial:
         kinds = set(find_applied(other._own_gradients(), steps).values())
         return 1 / kinds.pop().times if len(kinds) == 1 else 0.0
 
-    def _tell_later_step(self, step: int, ends: list[Weights], wanted: list[Weights]) -> str:
+    def _explain_later_step(self, step: int, ends: list[Weights], wanted: list[Weights]) -> str:
         averaged = self._models_averaged()[step]
         if self.optimizer == "Adam" and all(close(end, averaged) for end in ends):
             return (
-                "the weights are averaged after a step of each rank's own. With SGD that comes to the same, whose step "
-                "is proportional to the gradient; Adam's is not: average the gradients before optimizer.step()"
+                "the weights are averaged after each rank has taken its own step. With SGD that gives the same result, "
+                "since its step is proportional to the gradient; Adam's is not: average the gradients before "
+                "optimizer.step()"
             )
         samples = self.sampler.counts(step)
         if len(set(samples)) > 1:
             return (
-                f"all is well until step {step}, where the ranks have {join([str(each) for each in samples])} samples: "
+                f"all is right until step {step}, where the ranks have {join([str(each) for each in samples])} "
+                f"samples: "
                 "the loss is weighted for that already, so take the plain mean over ranks"
             )
         name = next(name for name in wanted[step] if any(not close_tensor(e[name], wanted[step][name]) for e in ends))
@@ -244,8 +246,8 @@ class _StepTrial:
         )
 
 
-def _tell_update(notes: list[_Note]) -> str | None:
-    """Was the optimizer asked once, with gradients there?"""
+def _explain_update(notes: list[_StepRecord]) -> str | None:
+    """Explain an optimizer that was not called exactly once with gradients present; None if it was."""
     if all(note.cleared for note in notes):
         return (
             "the gradients are cleared before they are applied: leave zero_grad() out of step(); the training clears "
@@ -265,22 +267,22 @@ def _check_told(told: Any) -> None:
         raise _Refused(f"step() gave {told!r}: let it return the seconds that it waited, {{'wait': 0.0}}")
 
 
-def _tell_failure(made: Attempt) -> str:
+def _describe_failure(made: Attempt) -> str:
     error = made.failed[min(made.failed)]
     if isinstance(error, _Refused):
         return str(error)
     who = name_ranks(sorted(made.failed))
-    if isinstance(error, TypeError) and "ReduceOp" in str(error):  # a page of C++ types
+    if isinstance(error, TypeError) and "ReduceOp" in str(error):  # the original message is a page of C++ types
         return (
             f"{who} gave torch.distributed an op that it does not know: write op=dist.ReduceOp.SUM there; names such "
             "as 'sum' are for dlab.collectives"
         )
     hint = ": Strategy leaves its step to you" if isinstance(error, NotImplementedError) else ""
-    return f"{who} ended in {tell_error(error)}{hint}"
+    return f"{who} ended in {describe_error(error)}{hint}"
 
 
 def _network(make: torch.Generator) -> nn.Module:
-    """Two layers with names, without a draw from the notebook's own random numbers."""
+    """Make a network of two named layers without touching the notebook's random numbers."""
     empty = partial(nn.utils.skip_init, nn.Linear, dtype=torch.float64)
     model = nn.Sequential(OrderedDict(hidden=empty(5, 4), tanh=nn.Tanh(), output=empty(4, 3)))
     with torch.no_grad():
@@ -300,7 +302,7 @@ def _gradients(model: nn.Module) -> Weights:
     }
 
 
-def _applied(start: Weights, note: _Note) -> Weights:
+def _applied(start: Weights, note: _StepRecord) -> Weights:
     return {name: (start[name] - note.weights[name]) / RATE for name in start}
 
 

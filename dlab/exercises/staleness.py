@@ -1,4 +1,4 @@
-"""The exercise of `04_async_sgd.ipynb`, "how stale is each update": compared with a plain count of versions."""
+"""The exercise of `04_async_sgd.ipynb`, "how stale is each update": compared with a count of weight versions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dlab.exercises.sandbox import count
 
 Ends = list[tuple[float, int]]  # (time, rank) of the end of each step
 
-# easy to follow by hand, then longer ones; in each the steps of all ranks are in one list, in the order of their ends
+# short cases that can be followed by hand, then longer ones; each lists the steps of all ranks in the order of time
 EXAMPLE: Ends = [(1.0, 0), (1.2, 1), (2.1, 0), (3.0, 0), (3.1, 1), (3.3, 2), (4.0, 0)]
 
 
 def check_staleness(my_staleness: Any) -> str:
-    """Try `my_staleness(ends)` on a few lists: "well done …", or "not yet: …" with the first thing to mend.
+    """Try `my_staleness(ends)` on a few lists: "well done …", or "not yet: …" with the first thing to fix.
 
-    `ends` are (time, rank), in the order of time: that rank applies its gradient to the one model that all share, and
-    reads the weights for its next. Asked for is the staleness of each update, in the same order: how many updates were
-    made between the reading and the applying.
+    `ends` lists (time, rank) in the order of time: at that time the rank applies its gradient to the shared model and
+    reads the weights for its next step. The function must return the staleness of each update, in the same order: the
+    number of updates made between reading the weights and applying the gradient.
 
     >>> check_staleness(lambda ends: [0 for _ in ends])
     'not yet: with 7 updates of 3 ranks, every update got 0: that would be so if nobody else had updated …'
     """
     if not callable(my_staleness):
-        return f"not yet: {my_staleness!r} is no function: give the function itself, without calling it."
+        return f"not yet: {my_staleness!r} is not a function: give the function itself, without calling it."
     for ends in (
         EXAMPLE,
         [(1.0, 0), (2.0, 0), (3.0, 0)],
@@ -45,7 +45,7 @@ def check_staleness(my_staleness: Any) -> str:
 
 
 def count_versions(ends: Sequence[tuple[float, int]]) -> list[int]:
-    """The weights have a version number, and each rank remembers the version that it has read."""
+    """Compute the staleness from a version number of the weights and the version that each rank has read."""
     read, staleness = dict[int, int](), []
     for version, (_, rank) in enumerate(ends):
         staleness.append(version - read.get(rank, 0))
@@ -87,7 +87,7 @@ def _problem(my_staleness: Callable[[Ends], Any], ends: Ends) -> str | None:
 
 
 def _plain(number: Any) -> Any:
-    """A number of numpy or torch as one of Python; anything else as it is."""
+    """Convert a number of numpy or torch to a Python number, and leave anything else as it is."""
     return number.item() if hasattr(number, "item") and not getattr(number, "ndim", 1) else number
 
 
@@ -95,7 +95,7 @@ def _plain(number: Any) -> Any:
 
 
 def _mistake(found: list[int], ends: Ends, my_staleness: Callable[[Ends], Any]) -> str | None:
-    """The name of the one that gives these numbers, and in a longer list its own again."""
+    """Return the name of the mistake that gives these numbers, and also those for a longer list."""
     longer = _random(7, 90)
     likely = [name for name, wrong in _mistakes(ends).items() if _agree(found, wrong)]
     if not likely:
@@ -108,12 +108,12 @@ def _mistake(found: list[int], ends: Ends, my_staleness: Callable[[Ends], Any]) 
 
 
 def _agree(found: list[int], wrong: Sequence[int | None]) -> bool:
-    """None: it may be anything."""
+    """Return whether the numbers agree; None in `wrong` matches any number."""
     return len(found) == len(wrong) and all(other in (None, one) for one, other in zip(found, wrong, strict=True))
 
 
 def _mistakes(ends: Ends) -> dict[str, list[int] | list[int | None]]:
-    """What would come of typical misunderstandings."""
+    """Return the numbers to which typical misunderstandings lead."""
     right, ranks = count_versions(ends), [rank for _, rank in ends]
     places = range(len(ends))
     is_first = [ranks.index(rank) == place for place, rank in enumerate(ranks)]
@@ -148,7 +148,7 @@ def _seconds(ends: Ends) -> list[float]:
     return elapsed
 
 
-_ANEW = "a rank reads the weights anew after each update of its own, so count from there"
+_ANEW = "a rank reads the weights again after each update of its own, so count from there"
 _SENTENCES = {
     "none": "every update got 0: that would be so if nobody else had updated the weights in the meantime. Count the "
     "updates between a rank's reading and its next update",
@@ -158,9 +158,9 @@ _SENTENCES = {
     "own update, which is in them already",
     "before the first": "the first update of each rank is too large by 1: at the beginning there are 0 updates in the "
     "weights",
-    "distance": "you have given how far it is to the same rank's update before: that one is in the weights that were "
-    "read, so count only those in between; and before a rank's first update, count from the beginning",
-    "negative": "the numbers are negative: take the updates made so far, less those made when the rank has read",
+    "distance": "you have given the distance to the same rank's previous update: that update is in the weights that "
+    "were read, so count only those in between; and before a rank's first update, count from the beginning",
+    "negative": "the numbers are negative: take the updates made so far, minus those made when the rank read",
     "all before": f"you have counted all updates from the beginning: {_ANEW}",
     "others before": f"you have counted all updates of other ranks from the beginning: {_ANEW}",
     "own before": "you have counted the updates of the same rank: those of the others make a gradient stale, if they "
@@ -175,13 +175,13 @@ _SENTENCES = {
     "time": "you have measured seconds: staleness counts updates, however long they took",
     "everyone once": "every update got the number of the other ranks. That is the mean in the long run; count for each "
     "update how many there really were",
-    "memory": "the second time with the same updates, the numbers are others: begin anew in each call, and keep "
-    "nothing outside of it",
+    "memory": "a second call with the same updates gives different numbers: start afresh in each call, and keep "
+    "nothing outside it",
 }
 
 
 def _random(ranks: int, updates: int) -> Ends:
-    """Ranks of different speeds."""
+    """Make a list of updates by ranks of different speeds."""
     dice = random.Random(ranks)
     ends = []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""SGD with momentum as a server's update, and what typical mistakes make of it; for the check of lesson 5."""
+"""SGD with momentum as a server's update, and the same with typical mistakes, for the check of lesson 5."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RATE, MOMENTUM = 0.1, 0.9
 
 
 def with_momentum(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    """SGD with momentum, which the exercise asks for."""
+    """Update with momentum, as the exercise asks."""
     state[key] = MOMENTUM * state.get(key, 0.0) + gradient
     stored -= RATE * state[key]
 
 
 def _stepping(velocity: Callable[[Any, torch.Tensor], Any], along: Callable[[Any, Any, torch.Tensor], Any]) -> Update:
-    """With another velocity, of the old one and the gradient; or a step along another thing, of old, new and these."""
+    """Make an update with another rule for the velocity (from the old one and the gradient) or for the step."""
 
     def update(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
         old = state.get(key, torch.zeros_like(gradient))
@@ -49,7 +49,7 @@ def _replace_by_step(key: Key, gradient: torch.Tensor, stored: torch.Tensor, sta
 
 
 def _damp_later(key: Key, gradient: torch.Tensor, stored: torch.Tensor, state: State) -> None:
-    """The first gradient is taken whole."""
+    """Damp all gradients but the first."""
     state[key] = MOMENTUM * state[key] + (1 - MOMENTUM) * gradient if key in state else gradient.clone()
     stored -= RATE * state[key]
 
@@ -104,27 +104,27 @@ SENTENCES = {
     "old and gradient": f"is a step along the whole old velocity and the gradient: take {MOMENTUM} of the old velocity "
     "before you step, and step along what you keep",
     "both": f"has only {MOMENTUM} of the gradient in its velocity: multiply the old velocity by {MOMENTUM} first, and "
-    "add the whole gradient then",
+    "then add the whole gradient",
     "ahead": "looks ahead, as Nesterov's momentum does: step along the velocity itself",
     "twice": "has the gradient in it twice: it is in the velocity already, so step along that alone",
-    "brakes": "has subtracted the old velocity from the gradient: add them, so that what goes on in one direction gets "
+    "brakes": "has subtracted the old velocity from the gradient: add them, so that steps in the same direction get "
     "faster",
     "exchanged": f"has exchanged the two numbers: {MOMENTUM} of the velocity is kept, and {RATE} of it is subtracted "
     "from stored",
     "shrunk": f"has multiplied stored by {MOMENTUM}: that is for the velocity, which is kept in state",
     "one for all": "uses the velocity of another key: keep one for each, as in state[key]",
-    "kept": "goes wrong, since state holds a gradient itself: the server uses its memory again for the next, so keep a "
+    "kept": "goes wrong, since state holds a gradient itself: the server reuses that memory for the next, so keep a "
     "copy, gradient.clone(), or a new tensor",
     "aliased": "goes wrong, and state holds stored itself: the velocity needs a tensor of its own, such as "
     "torch.zeros_like(stored)",
     "changed": "has changed the gradient, whose memory is not its own: make a new tensor, 0.1 * gradient, in "
     "place of gradient *= 0.1",
-    "moved": "has given stored another memory, which the server does not look at: write into the one that it has, as "
+    "moved": "has given stored new memory, which the server does not see: write into the one that it has, as "
     "stored -= … does; stored.data = … does not",
     "unchanged": "has not changed stored: write into the tensor that the server holds, as stored -= … does; "
     "stored = stored - … makes another of the same name",
-    "returned": "has not changed stored, and what it returns nobody takes: write into the tensor that the server "
+    "returned": "has not changed stored, and its return value is not used: write into the tensor that the server "
     "holds, as stored -= … does",
-    "elsewhere": "goes wrong, where the first server was right: something is remembered outside of state, which the "
+    "elsewhere": "goes wrong although the first server was right: something is kept outside state, which the "
     "servers do not share",
 }

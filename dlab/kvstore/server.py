@@ -78,7 +78,7 @@ class Server:
         self._parts: list[list[Held]] = [[] for _ in range(channels.workers)]  # as each worker counts them
         self._held: dict[tuple[int, Key, int], Held] = {}  # by store, key, and where the part begins
         self._clocks = [0] * channels.workers
-        self._meeting = (-1, 0)  # the clock that somebody was let begin last, and who lived then
+        self._rendezvous = (-1, 0)  # the clock that somebody was let begin last, and who lived then
         self._alive = set(range(channels.workers))
         self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._looked, self._idle = time.monotonic(), 0.0  # since when it has had nothing to do
@@ -337,9 +337,9 @@ class Server:
         return True
 
     def _present(self, clock: int) -> int:
-        if self._meeting[0] != clock:
-            self._meeting = (clock, sum(1 << worker for worker in self._alive))
-        return self._meeting[1]
+        if self._rendezvous[0] != clock:
+            self._rendezvous = (clock, sum(1 << worker for worker in self._alive))
+        return self._rendezvous[1]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

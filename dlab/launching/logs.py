@@ -1,4 +1,4 @@
-"""What stays of a launch: `worker_<rank>.log` with what each rank printed, `scheduler.log` with what happened when."""
+"""The logs of a launch: `worker_<rank>.log` with each rank's output, `scheduler.log` with the course of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def open_logs(folder: Path, n: int) -> list[Path | None]:
-    """Make the folder and n empty files; those of an earlier run go, for they would be taken for ours."""
+    """Make the folder and n empty files, and remove the logs of an earlier run, which would be mistaken for ours."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: the logs need a folder")
     try:
@@ -26,12 +26,12 @@ def open_logs(folder: Path, n: int) -> list[Path | None]:
 
 
 class SchedulerLog:
-    """`scheduler.log`: what happened, each line with its time; without a folder nothing is kept."""
+    """`scheduler.log`: a line with the time for each event; without a folder nothing is written."""
 
     def __init__(self, folder: Path | None) -> None:
         self.path = folder.resolve() / "scheduler.log" if folder else None
 
     def write(self, text: str) -> None:
         if self.path:
-            with self.path.open("a") as file:  # anew each time: the keeper writes here too
+            with self.path.open("a") as file:  # opened each time, because the keeper writes here too
                 file.write(f"{datetime.now().isoformat(' ', 'milliseconds')}  {text}\n")

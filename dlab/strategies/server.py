@@ -26,7 +26,7 @@ from dlab.transports import Transport
 from dlab.transports.rendezvous import Survivors
 
 MODES = ("sync", "async", "ssp")
-_END = 1 << 40  # the clock of a worker at its n-th meeting with all others is n more
+_END = 1 << 40  # the clock of a worker at its n-th rendezvous with all others is n more
 
 
 class ParameterServer(Strategy):
@@ -87,7 +87,7 @@ class ParameterServer(Strategy):
         self._buffer = FlatBuffer(self._parameters)
         self._kv = self._open_store(optimizer)
         self._pull()
-        self._rate, self._clock, self._meetings = optimizer.param_groups[0]["lr"], 0, 0
+        self._rate, self._clock, self._rendezvous_count = optimizer.param_groups[0]["lr"], 0, 0
         return model
 
     def _open_store(self, optimizer: torch.optim.Optimizer) -> DistStore | LockedStore:
@@ -172,8 +172,8 @@ class ParameterServer(Strategy):
 
         Who dies now, and a server that is lost now, ends what the others do on the transport.
         """
-        self._meetings += 1
-        alive = self._kv.meet(_END + self._meetings)
+        self._rendezvous_count += 1
+        alive = self._kv.meet(_END + self._rendezvous_count)
         self._pull()
         self.transport = self._survivors.among([self._numbers.index(number) for number in alive])
         self._slots = self._kv.slots("weights") if self.transport.rank == 0 else []

@@ -22,7 +22,7 @@ class Aborted(BaseException):
 
 
 @dataclass(eq=False)
-class _Message:
+class _ThreadMessage:
     """A message under way: it is delivered when the receiver has copied it."""
 
     tensor: torch.Tensor
@@ -40,18 +40,18 @@ class ThreadWorld:
         self.size = size
         self.changed = threading.Condition()
         self.broken: BaseException | None = None
-        self._messages: dict[tuple[int, int], deque[_Message]] = {}
+        self._messages: dict[tuple[int, int], deque[_ThreadMessage]] = {}
         self._wants: dict[int, int] = {}  # rank: from whom it waits to receive
-        self._offers: dict[int, tuple[int, _Message]] = {}  # rank: to whom it waits to deliver, and what
+        self._offers: dict[int, tuple[int, _ThreadMessage]] = {}  # rank: to whom it waits to deliver, and what
         self._returned: set[int] = set()
         self._failed: set[int] = set()
 
-    def post(self, message: _Message, source: int, destination: int) -> None:
+    def post(self, message: _ThreadMessage, source: int, destination: int) -> None:
         """Put a message into the box between two ranks."""
         self._messages.setdefault((source, destination), deque()).append(message)
         self.changed.notify_all()
 
-    def take(self, source: int, destination: int) -> _Message | None:
+    def take(self, source: int, destination: int) -> _ThreadMessage | None:
         """The next message for `destination`, if there is one."""
         box = self._messages.get((source, destination))
         return box.popleft() if box else None
@@ -75,7 +75,7 @@ class ThreadWorld:
                 self.broken = problem
             self.changed.notify_all()
 
-    def wait(self, rank: int, source: int | None, message: tuple[int, _Message] | None) -> None:
+    def wait(self, rank: int, source: int | None, message: tuple[int, _ThreadMessage] | None) -> None:
         """Sleep until something has changed, unless that cannot help any more. The lock is held."""
         if source is not None:
             self._wants[rank] = source
@@ -144,7 +144,7 @@ class ThreadTransport(Transport):
         world, message = self._world, None
         with world.changed:
             if outgoing is not None:
-                message = _Message(outgoing[0])
+                message = _ThreadMessage(outgoing[0])
                 world.post(message, self.rank, outgoing[1])
             while True:
                 if incoming is not None and (found := world.take(incoming[1], self.rank)):
@@ -155,7 +155,7 @@ class ThreadTransport(Transport):
                     return
                 world.wait(self.rank, incoming[1] if incoming else None, waits_to_send)
 
-    def _open(self, message: _Message, tensor: torch.Tensor, source: int) -> None:
+    def _open(self, message: _ThreadMessage, tensor: torch.Tensor, source: int) -> None:
         if (message.tensor.numel(), message.tensor.dtype) != (tensor.numel(), tensor.dtype):
             raise mismatch(source, describe(message.tensor), self.rank, describe(tensor))
         tensor.view(-1).copy_(message.tensor.view(-1))

@@ -1,4 +1,4 @@
-"""The base of all views: events in; a figure, a text, words for those who cannot see, and a page for a browser out."""
+"""The base of all views. It turns events into a figure, a text, a description for screen readers and a web page."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dlab.events import Event
 from dlab.views.columns import Arrivals
 from dlab.views.page import PagePart, frame, write_page
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; but grey and olive in the places of black and yellow,
-# which cannot be seen on every ground. A rank has the colour of its number in all views, the browser's too.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with grey and olive instead of black and yellow,
+# which are invisible on some backgrounds. A rank has the colour of its number in all views, also in the browser.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#B8A800")
-_CORNER = 9  # pixels by which the card of a still is rounded
-_named: dict[str, int] = {}  # the place in COLOURS that a name has got in the first picture that showed it
+_CORNER = 9  # pixels by which the corners of a still picture are rounded
+_named: dict[str, int] = {}  # index in COLOURS of each name, fixed by the first picture that showed it
 
 
 def places_of(names: Iterable[str]) -> list[int]:
-    """The places in COLOURS of runs that are compared. A name keeps its colour in later pictures of this process."""
+    """Return the colours of compared runs as indices into COLOURS. A name keeps its colour in this process."""
     found: list[int] = []
     for name in names:
         known = _named.get(name)
-        if known is None or known in found:  # never two of the same in one picture, while there are others
+        if known is None or known in found:  # no colour twice in one picture, while there are others
             free = [place for place in range(len(COLOURS)) if place not in found]
             unused = [place for place in free if place not in _named.values()]
             known = (unused or free or [len(found) % len(COLOURS)])[0]
@@ -43,35 +43,35 @@ def places_of(names: Iterable[str]) -> list[int]:
     return found
 
 
-class Still(NamedTuple):
-    """A picture as HTML, with its alt text, and the same as base64 of a PNG."""
+class StillPicture(NamedTuple):
+    """A picture as HTML with its alt text, and the same picture as base64 of a PNG."""
 
     image: str
     png: str
 
 
 class View(ABC):
-    """A picture of events. A subclass takes them in (`add`), draws (`figure`), tells (`text`), describes (`sentence`).
+    """A picture of events. A subclass reads them (`add`), draws (`figure`), prints (`text`), describes (`sentence`).
 
-    For a browser it gives what is to be drawn (`data`); the script of the same name in `browser/` draws it. Events that
-    cannot be drawn are left out, and the picture says how many and why.
+    `data` returns what the browser draws, with the script of the same name in `browser/`. Events that cannot be drawn
+    are left out, and the picture says how many and why.
     """
 
     script = ""  # the name of the script; a view without one is a still picture everywhere
     title = ""
-    awaited = False  # is its place kept in a live panel until its first events come?
-    reads: tuple[str, ...] = ()  # kinds of events, and names of what is logged
+    awaited = False  # does a live panel reserve its place until its first events arrive?
+    reads: tuple[str, ...] = ()  # kinds of events, and names of logged values
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.left_out = Counter[str]()  # events, by the reason
+        self.left_out = Counter[str]()  # number of events by reason
         self.add(events)
 
     @abstractmethod
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events, in any number and at any time."""
+        """Add more events; may be called at any time with any number of them."""
 
     def take(self, events: Iterable[Event] | Arrivals) -> Arrivals:
-        """What can be used of them; the others are counted."""
+        """Return the events that can be used, and count the others."""
         arrived = Arrivals.of(events)
         for (what, why), count in arrived.left_out.items():
             if not what or what in self.reads:
@@ -81,23 +81,23 @@ class View(ABC):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Was there nothing among the events that this view could show?"""
+        """Whether the events contain nothing that this view can show."""
 
     @abstractmethod
     def figure(self) -> Figure:
-        """The picture as it is now, with labels and units on every axis."""
+        """Draw the current picture, with labels and units on every axis."""
 
     @abstractmethod
     def sentence(self) -> str:
-        """One sentence that says what the picture shows."""
+        """Describe the picture in one sentence."""
 
     @abstractmethod
     def text(self) -> str:
-        """The same as the picture, for a terminal."""
+        """Return the content of the picture as text for a terminal."""
 
     @property
     def missing(self) -> str:
-        """`3 events left out: their loss is no number`, or nothing."""
+        """Say how many events were left out and why: `3 events left out: their loss is not a number`; may be empty."""
         return "; ".join(
             f"{count} event{'s' * (count > 1)} left out: {why if count > 1 else why.replace('their', 'its', 1)}"
             for why, count in self.left_out.items()
@@ -105,42 +105,42 @@ class View(ABC):
 
     @property
     def alt(self) -> str:
-        """What the picture shows, and what it leaves out."""
+        """The alt text: what the picture shows, and which events it leaves out."""
         return f"{self.sentence()} {self.missing}." if self.missing else self.sentence()
 
     def __str__(self) -> str:
         return "\n".join(filter(None, [self.text(), self.missing]))
 
     def data(self) -> dict[str, Any]:
-        """What the browser's script draws: numbers, strings, lists, and numpy arrays for what is long."""
+        """Return what the browser's script draws: numbers, strings, lists, and numpy arrays for long columns."""
         raise NotImplementedError(f"{type(self).__name__} is a still picture")
 
     @property
     def parts(self) -> list[PagePart]:
-        """The pictures of a page: this one."""
+        """The pictures of a page; a single view has one."""
         title = ": ".join(filter(None, [self.title, self.missing]))
         return [PagePart(self.script, title, self.alt, self.data())]
 
     def save_html(self, path: str | Path) -> None:
-        """Write one self-contained page that replays what is shown, for a lecture or a web page; no server needed."""
+        """Write one self-contained page that replays the view, for a lecture or a web site; it needs no server."""
         Path(path).write_text(write_page(self.parts, self.title), encoding="utf-8")
 
     def bundle(self) -> dict[str, Any]:
-        """What a notebook stores: the still with alt text, and, where scripts may run, the replay in its place."""
+        """Return what a notebook stores: a still picture with alt text, and a replay for pages that may run scripts."""
         still = self.still()
         replay = frame(self.parts, self.title) if self.script and not self.empty else ""
         return {"text/html": f"<div>{still.image}</div>{replay}", "image/png": still.png, "text/plain": str(self)}
 
-    def still(self) -> Still:
-        """The picture as it is now, for a page without scripts."""
+    def still(self) -> StillPicture:
+        """Draw the current picture for a page without scripts."""
         file, figure = io.BytesIO(), self.figure()
         _lay_on_card(figure)
         for each in figure.findobj(Text):
-            each.set_parse_math(False)  # a name with dollars in it is no formula
+            each.set_parse_math(False)  # dollar signs in a name do not make a formula
         FigureCanvasAgg(figure).print_png(file)
         png = base64.b64encode(file.getvalue()).decode()
         missing = f"<div>{html.escape(self.missing)}</div>" if self.missing else ""
-        return Still(f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{png}">{missing}', png)
+        return StillPicture(f'<img alt="{html.escape(self.alt)}" src="data:image/png;base64,{png}">{missing}', png)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return self.bundle()
@@ -150,7 +150,7 @@ class View(ABC):
 
 
 def _lay_on_card(figure: Figure) -> None:
-    """White with round corners: a still does not know its page, and dark ink must never lie on a dark ground."""
+    """Put the picture on a white card with round corners, so that dark ink never lies on the dark page of a theme."""
     (width, height), corner = figure.bbox.size, _CORNER
     figure.patch.set_visible(False)
     style = f"round,pad={corner},rounding_size={corner}"

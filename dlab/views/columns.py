@@ -1,7 +1,7 @@
-"""Events in columns: what has just arrived is looked at once for all views, and each works on whole arrays of it.
+"""Arriving events as columns of numbers: they are read once for all views, and each view works on whole arrays.
 
-Thousands of events may arrive between two frames. A loop over them in every view would cost microseconds for each
-event; a vector operation costs nanoseconds.
+Thousands of events may arrive between two frames. A loop over them in every view would cost microseconds per event; a
+vector operation costs nanoseconds.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 from dlab.events import Event, Records
 from dlab.views.usable import LARGEST, LIMITS, WHOLE, Unusable, number, reason, text, usable, usable_data, whole_number
 
-NAMES = tuple(LIMITS)  # of what is logged, those that a view draws
+NAMES = tuple(LIMITS)  # the logged values that a view draws
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Arrivals:
-    """What came together, as events or as the records of ranks: columns of what each rank has logged, and the rest.
+    """Events that arrived together, or the records of ranks: columns of logged values by rank, and all other events.
 
-    The views of a panel share one. A view that is given plain events makes its own: `Arrivals.of(events)`.
+    The views of a panel share one. A view that is given plain events makes its own with `Arrivals.of(events)`.
     """
 
     def __init__(self, events: Iterable[Event] = (), records: Iterable[Records] = ()) -> None:
-        self.others: list[Event] = []  # all that were not logged, in their order
-        self._firsts: list[float] = []  # when the first one of each piece was told
-        self._told: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}  # by rank: when, and what
-        self.left_out = Counter[tuple[str, str]]()  # by what a view reads (a name or a kind; "" is all), and why
+        self.others: list[Event] = []  # all events other than logs, in their order
+        self._firsts: list[float] = []  # the time of the first event of each piece
+        self._told: dict[int, tuple[list[float], list[dict[str, Any]]]] = {}  # by rank: the times and the logged data
+        self.left_out = Counter[tuple[str, str]]()  # by what a view reads (a name, a kind, or "" for all) and by reason
         self._take_events(events)
         for each in records:
             self._take_records(each)
@@ -55,7 +55,7 @@ class Arrivals:
                 self.others.append(event)
 
     def _take_records(self, records: Records) -> None:
-        """Without an event for each: to make objects, and to have the collector look at them, costs most of it."""
+        """Read records without making an event of each: creating and collecting objects would cost most of the time."""
         told = records.read()
         self._firsts += [moment for _, moment, _ in islice(told, 1)]
         times, logged = [], []
@@ -78,18 +78,18 @@ class Arrivals:
 
     @property
     def first(self) -> float:
-        """When the one that was given first happened."""
+        """The time of the first event."""
         return self._firsts[0]
 
     @property
     def last(self) -> float:
-        """When the latest one happened."""
+        """The time of the latest event."""
         times = [float(logged.times.max()) for logged in self.logged.values()]
         return max([*times, *(event.time for event in self.others)])
 
     @classmethod
     def of(cls, events: Iterable[Event] | Arrivals) -> Arrivals:
-        """These events, unless somebody has put them in order already."""
+        """Return the arrivals of these events, or the argument itself if it is one already."""
         return events if isinstance(events, Arrivals) else cls(events)
 
     def __bool__(self) -> bool:
@@ -97,7 +97,7 @@ class Arrivals:
 
 
 class Logged:
-    """What one rank has logged (`dlab.log(step=…, loss=…)`): when, and a column of each name in `NAMES`.
+    """The values that one rank logged (`dlab.log(step=…, loss=…)`): the times, and a column for each name in `NAMES`.
 
     >>> logged.having("loss").column("loss")
     array([2.301, 2.254, 2.187])
@@ -105,14 +105,14 @@ class Logged:
 
     def __init__(self, times: Column, numbers: np.ndarray, told: np.ndarray) -> None:
         self.times = times
-        self._numbers, self._told = numbers, told  # a row per name; nobody may have told what is in its column
-        self.step: int | float | str | None = None  # the last one, as it was told
-        self.staleness: Sequence[int] = ()  # of the updates of all steps, one after another
-        self.left_out = Counter[tuple[str, str]]()  # by name and why: what was told and cannot be drawn
+        self._numbers, self._told = numbers, told  # a row per name; `_told` marks the values that were logged
+        self.step: int | float | str | None = None  # the last step, as it was logged
+        self.staleness: Sequence[int] = ()  # of all updates, in order
+        self.left_out = Counter[tuple[str, str]]()  # by name and reason: values that were logged and cannot be drawn
 
     @classmethod
     def of(cls, times: Sequence[float], data: Sequence[dict[str, Any]]) -> Logged:
-        """From what was given to `log`."""
+        """Read the columns from the arguments of `log`."""
         numbers = np.full((len(NAMES), len(data)), np.nan)
         told = np.zeros(numbers.shape, dtype=np.bool_)
         logged = cls(np.array(times, dtype=np.float64), numbers, told)
@@ -127,13 +127,13 @@ class Logged:
         return logged
 
     def _read(self, row: int, name: str, data: Sequence[dict[str, Any]]) -> None:
-        """The column with this name."""
+        """Read the column with this name."""
         try:
             values = list(map(itemgetter(name), data))
             self._told[row] = there = set(map(type, values)) <= {int, float, bool}
             if there:
                 self._numbers[row] = values
-        except (KeyError, OverflowError):  # not all tell it, or not as a number that a float can hold
+        except (KeyError, OverflowError):  # some logs lack it, or have a value that does not fit into a float
             there = False
         if not there:
             found = [number(each.get(name)) for each in data]
@@ -148,7 +148,7 @@ class Logged:
             self.left_out[name, reason(name, "number")] += left
 
     def _read_staleness(self, data: Sequence[dict[str, Any]]) -> None:
-        """A list of whole numbers, or only one."""
+        """Read staleness, which is a list of whole numbers or a single one."""
         told = [each["staleness"] for each in data if "staleness" in each]
         if set(map(type, told)) == {list}:
             values = list(chain.from_iterable(told))
@@ -168,24 +168,24 @@ class Logged:
         return len(self.times)
 
     def having(self, *names: str) -> Logged:
-        """Those in which at least one of these was told."""
+        """Select the logs that contain at least one of these names."""
         told = self._told[[NAMES.index(name) for name in names]].any(axis=0)
         return self if told.all() else Logged(self.times[told], self._numbers[:, told], self._told[:, told])
 
     def column(self, name: str, default: float | Column = np.nan) -> Column:
-        """The numbers with this name, and the default where none was told."""
+        """Return the values with this name, and the default where it was not logged."""
         row = NAMES.index(name)
         return np.where(self._told[row], self._numbers[row], default)
 
 
 def _step(data: dict[str, Any]) -> int | float | str | None:
-    """As it was told, if it can be shown."""
+    """Return the step as it was logged, if it can be shown."""
     step = data.get("step")
     return step if type(step) is int and abs(step) <= WHOLE else step if type(step) is float else text(step)
 
 
 class GrowingTable:
-    """Rows of numbers, to which more are added at the end; reading them copies nothing.
+    """Rows of numbers that grow at the end; reading them copies nothing.
 
     >>> table = GrowingTable(2)
     >>> table.extend(times, losses)
@@ -201,10 +201,10 @@ class GrowingTable:
         return len(self.rows)
 
     def extend(self, *columns: Column) -> None:
-        """Add rows, given as their columns. Room is doubled when it ends, so that a row costs the same in any size."""
+        """Append rows, given as columns. The capacity doubles when used up, so that a row's cost does not grow."""
         begin, end = len(self), len(self) + len(columns[0])
         if end > self._room.shape[1]:
             self._room = np.empty((len(self._room), max(end, 2 * begin)))
             self._room[:, :begin] = self.rows.T
         self._room[:, begin:end] = columns
-        self.rows = self._room[:, :end].T  # at once: whoever reads meanwhile sees whole rows
+        self.rows = self._room[:, :end].T  # one assignment, so that a concurrent reader sees whole rows

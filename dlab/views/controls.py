@@ -1,7 +1,7 @@
-"""What one can do to a run while it goes on, beside its views: pause, stop, delay, kill, and turn knobs.
+"""The controls of a run, shown beside its views: pause, stop, delay, kill, and sliders for knobs.
 
-The controls mirror the run, whoever has changed it: ten times a second they are shown what is. What a hand wishes is
-carried out by the panel's thread.
+The controls follow the run, whoever changed it: they are refreshed ten times a second. The panel's thread carries out
+what the user asks for.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from dlab.views.inputs import Do, Field, LinearScale, LogScale, Switch, control, is_number, number
+from dlab.views.inputs import Do, LinearScale, LogScale, Switch, ValueField, control, is_number, number
 
 _ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 12px", "overflow": "visible"}
-_OVER = {"returned", "stopped", "failed", "dead"}  # states of a rank that runs no more
-LONGEST_DELAY = 1.0  # seconds, by the slider; the field takes any
+_OVER = {"returned", "stopped", "failed", "dead"}  # states of a rank that no longer runs
+LONGEST_DELAY = 1.0  # seconds on the slider; the text field accepts any number
 
 
 class RunControls:
-    """Pause, stop, and for one rank at a time: delay and kill; and a control for each knob."""
+    """Buttons to pause and stop the run, to delay or kill one rank at a time, and a control for each knob."""
 
     def __init__(self, run: Any, do: Do) -> None:
         self.run, self._do = run, do
         self._pause = self._button("pause", "freeze every rank, or let all go on", self._pause_or_resume)
         self._stop = self._button("stop", "end it on every rank", lambda _: run.stop())
         names = [f"rank {rank}" for rank in range(run.ranks)] + [f"server {each}" for each in range(run.servers)]
-        self._rank = 0  # that was chosen. It changes among the wishes, so that those before it are for the one before
+        self._rank = 0  # the chosen rank; changed by a request, so that earlier requests keep the earlier rank
         self._whom = widgets.Dropdown(options=list(zip(names, range(len(names)), strict=True)))
         self._whom.layout.width = "100px"
         self._whom.observe(lambda change: do(lambda: self._choose(change["new"])), "value")
-        self._delay = Field(
+        self._delay = ValueField(
             "delay (s)",
             do,
             lambda seconds: run.delay(self._rank, seconds),
-            lambda typed: number(typed, lambda: ValueError(f"{typed!r} is no delay: give seconds, such as 0.1")),
+            lambda typed: number(typed, lambda: ValueError(f"{typed!r} is not a delay: give seconds, such as 0.1")),
             scale=LinearScale(0, 20, LONGEST_DELAY / 20),
             tooltip="so long this rank sleeps in each step",
         )
-        self._knobs: dict[str, Field | Switch] = {}
+        self._knobs: dict[str, ValueField | Switch] = {}
         self.knobs = widgets.HBox(layout=_ROW)
         self.buttons = widgets.HBox(self._make_buttons(), layout=_ROW)
         self.mirror({})
@@ -49,10 +49,10 @@ class RunControls:
         return [self._pause, self._stop, self._whom, self._delay.widget, kill]
 
     def mirror(self, knobs: dict[str, Any]) -> None:
-        """Show what is; `knobs` are those that the run has declared, with their defaults."""
+        """Show the current values; `knobs` are those that the run has declared, with their defaults."""
         self._pause.description = "resume" if self.run.paused else "pause"
         self._delay.show(self.run.delays.get(self._rank, 0.0))
-        self._delay.disable(self._rank >= self.run.ranks)  # a server has no steps
+        self._delay.disable(self._rank >= self.run.ranks)  # a server has no steps to delay
         for name, declared in knobs.items():
             if name not in self._knobs:
                 self._knobs[name] = self._make_knob(name, declared)
@@ -61,7 +61,7 @@ class RunControls:
             self.knobs.children = [knob.widget for knob in self._knobs.values()]
 
     def disable(self) -> None:
-        """It has ended: there is nothing left to do."""
+        """Disable all controls, since the run has ended."""
         for each in (self._delay, *self._knobs.values()):
             each.disable()
         for widget in self.buttons.children:
@@ -70,7 +70,7 @@ class RunControls:
 
     # --- knobs
 
-    def _make_knob(self, name: str, default: Any) -> Field | Switch:
+    def _make_knob(self, name: str, default: Any) -> ValueField | Switch:
         return control(name, default, self._do, lambda value: self.run.set(name, value))
 
     def _show_knob(self, name: str, default: Any) -> None:
@@ -79,7 +79,7 @@ class RunControls:
     # --- buttons
 
     def _button(self, name: str, tooltip: str, press: Callable[[str], object]) -> widgets.Button:
-        """`press` gets what was on it. Until that is done it cannot be pressed again."""
+        """Make a button; `press` gets its label. It cannot be pressed again until `press` has returned."""
         button = widgets.Button(description=name, tooltip=tooltip, layout={"width": "80px"})
 
         def carry_out(pressed: str) -> None:
@@ -104,12 +104,12 @@ class RunControls:
     def _kill(self, rank: int) -> None:
         last = next((event.data for event in reversed(self.run.states) if event.rank == rank), {"state": "running"})
         if last["state"] in _OVER:
-            raise ValueError(f"{last.get('name', f'rank {rank}')} does not run any more: there is nothing to kill")
+            raise ValueError(f"{last.get('name', f'rank {rank}')} is no longer running: there is nothing to kill")
         self.run.kill(rank)
 
 
 class RaceControls(RunControls):
-    """For all runs of a race: pause, stop and delay; a slider multiplies what each run itself has for a knob."""
+    """Controls of a race: pause, stop and delay for all runs; a slider multiplies each run's own value of a knob."""
 
     def __init__(self, race: Any, do: Do) -> None:
         self._values: dict[str, widgets.Label] = {}
@@ -118,20 +118,20 @@ class RaceControls(RunControls):
     def _make_buttons(self) -> list[widgets.Widget]:
         return [self._pause, self._stop, self._whom, self._delay.widget]
 
-    def _make_knob(self, name: str, defaults: dict[str, Any]) -> Field | Switch:
-        """`defaults` are by run."""
+    def _make_knob(self, name: str, defaults: dict[str, Any]) -> ValueField | Switch:
+        """Make a control for a knob; `defaults` are its values by run."""
         if not any(is_number(value) for value in defaults.values()):
             first = next(iter(defaults.values()))
             return control(name, first, self._do, lambda value: self.run.set(name, value, to=list(defaults)))
 
         def read(typed: str) -> float:
-            problem = ValueError(f"{typed!r} is no factor for {name}: give a number above 0, such as ×2")
+            problem = ValueError(f"{typed!r} is not a factor for {name}: give a number above 0, such as ×2")
             factor = number(re.sub(r"^\s*[×x*]", "", typed), lambda: problem)
             if factor <= 0:
                 raise problem
             return factor
 
-        made = Field(
+        made = ValueField(
             name,
             self._do,
             lambda factor: self.run.scale(name, factor, to=list(defaults)),
@@ -145,7 +145,7 @@ class RaceControls(RunControls):
         return made
 
     def _show_knob(self, name: str, defaults: dict[str, Any]) -> None:
-        """Of the runs that are on."""
+        """Show the factor of the runs that are active."""
         now = {run: on.value(name, defaults[run]) for run, on in self.run.going.items() if run in defaults}
         if name in self._values:
             self._knobs[name].show(self.run.factors.get(name, 1.0))
@@ -155,7 +155,7 @@ class RaceControls(RunControls):
 
 
 def close_all(closing: Iterable[widgets.Widget]) -> None:
-    """With all their parts: a widget that nobody closes is kept for ever."""
+    """Close widgets and everything inside them, because ipywidgets keeps a widget until it is closed."""
     for widget in closing:
         close_all(getattr(widget, "children", ()))
         for part in (getattr(widget, "layout", None), getattr(widget, "style", None)):

@@ -1,4 +1,4 @@
-"""Loss curves: what every rank's loss did, step by step, and how several runs compare. Taught in `00_tour.ipynb`."""
+"""Loss curves: the loss of every rank, step by step, and a comparison of several runs. Taught in `00_tour.ipynb`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dlab.views.usable import text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 30  # characters of a curve in the terminal
-_SMOOTH = 10  # steps to either side in the running mean that is drawn over the raw loss; fewer in a short run
-_POINTS = 600  # of a curve that go to the browser; a screen has no more columns for it
-_NAMED = 8  # ranks with a name in the legend; more of them have no room, and no colours of their own
-_EXPLODED, _TOP = 8.0, 2.5  # so many times the first loss: then the picture is cut, at so many times the first
-_TOLD = 2  # sentences of losses that are not finite; a third says how many more there are
-_CHARACTERS = 90  # of a note in a line
+_SMOOTH = 10  # steps on either side in the running mean drawn over the raw loss; fewer in a short run
+_POINTS = 600  # points of a curve sent to the browser; a screen has no more columns for it
+_NAMED = 8  # ranks named in the legend; with more there is neither room nor a colour for each
+_EXPLODED, _TOP = 8.0, 2.5  # multiples of the first loss: one above _EXPLODED cuts the picture off at _TOP
+_TOLD = 2  # sentences about losses that are not finite; another one says how many more there are
+_CHARACTERS = 90  # length of a line of a note
 
 Curve = Column  # a row per point: step, loss, seconds since the first event of its run
 
 
 class LossCurves(View):
-    """The losses that ranks have logged (`dlab.log(step=…, loss=…)`), a line per rank and one for their mean.
+    """The losses that ranks have logged (`dlab.log(step=…, loss=…)`), with a line per rank and one for their mean.
 
-    Given runs by name, `LossCurves({"sync": run.events, …})`, one line for the mean of each. `by="time"` draws against
-    the seconds since the run began instead of steps; the mean is then that of all losses that came about this time.
+    Given runs by name, `LossCurves({"sync": run.events, …})`, it draws one line for the mean of each. `by="time"` draws
+    against the seconds since the run began; the mean is then taken over all losses logged at about the same time.
 
     >>> LossCurves(run.events)
     rank 0   59 steps   2.301 → 0.412  █▇▆▅▃▂▂▁
@@ -45,7 +45,7 @@ class LossCurves(View):
         if by not in ("step", "time"):
             raise ValueError(f"by={by!r}: loss curves are drawn by 'step' or by 'time'")
         self.by = by
-        self._curves: dict[str, dict[int, GrowingTable]] = {}  # by name of the run and rank
+        self._curves: dict[str, dict[int, GrowingTable]] = {}  # by name of the run and by rank
         self._begun: dict[str, float] = {}
         self.left_out = Counter[str]()
         if isinstance(events, Mapping):
@@ -55,7 +55,7 @@ class LossCurves(View):
             self.add(events)
 
     def add(self, events: Iterable[Event] | Arrivals, run: str = "") -> None:
-        """Take in more events, of the run with this name if there are several."""
+        """Add more events, of the run with this name if there are several."""
         run = text(str(run)) or ""
         arrived, ranks = self.take(events), self._curves.setdefault(run, {})
         if not arrived:
@@ -64,27 +64,27 @@ class LossCurves(View):
         for rank, logged in arrived.logged.items():
             if points := logged.having("loss"):
                 curve = ranks.setdefault(rank, GrowingTable(3))
-                counted = np.arange(len(curve), len(curve) + len(points), dtype=np.float64)  # if no step is told
+                counted = np.arange(len(curve), len(curve) + len(points), dtype=np.float64)  # if no step is logged
                 seconds = np.maximum(0.0, points.times - begun)
                 curve.extend(points.column("step", counted), points.column("loss"), seconds)
 
     @property
     def empty(self) -> bool:
-        """Has no rank logged a loss?"""
+        """Whether no rank has logged a loss."""
         return not any(self._curves.values())
 
     @property
     def runs(self) -> dict[str, dict[int, Curve]]:
-        """By name of the run and rank."""
+        """The curves by name of the run and by rank."""
         return {name: {rank: curve.rows for rank, curve in ranks.items()} for name, ranks in self._curves.items()}
 
     @property
     def losses(self) -> dict[int, Curve]:
-        """By rank, of the only run or the first one."""
+        """The curves by rank, of the only run or the first one."""
         return next(iter(self.runs.values()), {})
 
     def lines(self, every: int = 1, by: str | None = None) -> list[tuple[str, Curve]]:
-        """What is drawn: (name, curve); ranks of a single run and their mean, or the means of several runs."""
+        """Return the lines as (name, curve): the ranks of a single run and their mean, or the means of several runs."""
         mean = _mean if (by or self.by) == "step" else _merge
         if len(runs := self.runs) > 1:
             return [(name, mean(of_run, every)) for name, of_run in runs.items() if of_run]
@@ -93,13 +93,13 @@ class LossCurves(View):
         return [*lines, ("mean", mean(self.losses, every))] if len(lines) > 1 else lines
 
     def _colours(self, names: list[str]) -> list[int]:
-        """A place in COLOURS for each line, -1 for the mean."""
+        """Return an index into COLOURS for each line, -1 for the mean."""
         if len(self.runs) > 1:
             return places_of(names)
         return [*sorted(self.losses), *[-1] * (len(names) - len(self.losses))]
 
     def top(self) -> float | None:
-        """Where the picture is cut off, because a loss has exploded: the others must remain readable."""
+        """The loss at which the picture is cut off because one has exploded, so that the others stay readable."""
         finite = [
             losses[np.isfinite(losses)] for ranks in self.runs.values() for losses in (c[:, 1] for c in ranks.values())
         ]
@@ -112,9 +112,9 @@ class LossCurves(View):
         return min((float(each.min()) for each in losses if len(each)), default=0.0)
 
     def lost(self) -> dict[int, list[tuple[str, Column]]]:
-        """By number of the line, where it leaves the picture, and how: `▲` above its top, `✕` no longer finite.
+        """Return, by number of the line, where it leaves the picture and how: `▲` above the top, `✕` no longer finite.
 
-        A cross is as high as the last finite loss of its curve.
+        A cross is drawn at the height of the last finite loss of its curve.
         """
         top, found = self.top() or np.inf, dict[int, list[tuple[str, Column]]]()
         for number, (_, curves) in enumerate(self._groups()):
@@ -131,13 +131,13 @@ class LossCurves(View):
         return found
 
     def _groups(self) -> list[tuple[str, list[Curve]]]:
-        """For each line but the mean of a single run: whose it is, and the curves of which it is made."""
+        """Return the owner of each line, except the mean of a single run, and the curves it is made of."""
         if len(self.runs) > 1:
             return [(name, list(ranks.values())) for name, ranks in self.runs.items() if ranks]
         return [(f"rank {rank}", [curve]) for rank, curve in sorted(self.losses.items())]
 
     def broken(self) -> dict[tuple[str, float], list[str]]:
-        """Whose losses are not finite: by what they are (`not a number`, `infinite`) and since which step."""
+        """Return whose losses are not finite, by what they are (`not a number`, `infinite`) and since which step."""
         found: dict[tuple[str, float], list[str]] = {}
         for name, curves in self._groups():
             firsts = [curve[~np.isfinite(curve[:, 1])][0] for curve in curves if not np.isfinite(curve[:, 1]).all()]
@@ -148,7 +148,7 @@ class LossCurves(View):
         return found
 
     def note(self) -> str:
-        """What the picture cannot show: how high a loss went, and since when one is not finite."""
+        """Say what the picture cannot show: how high a loss went, and since when one is not finite."""
         curves = [curve for ranks in self.runs.values() for curve in ranks.values()]
         words = []
         if self.top() is not None:
@@ -165,7 +165,7 @@ class LossCurves(View):
         return "; ".join(words)
 
     def figure(self) -> Figure:
-        """Each rank's own loss, faint, and its running mean, strong: after an all-reduce only the batches differ."""
+        """Draw each rank's loss faintly and its running mean strongly; after an all-reduce only the batches differ."""
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         xlabel, column = ("step", 0) if self.by == "step" else ("seconds since the run began", 2)
         axes = figure.add_subplot(xlabel=xlabel, ylabel="loss of the rank's own batch")
@@ -204,7 +204,7 @@ class LossCurves(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """Every curve as arrays, by step and by time, thinned out to what a screen can show."""
+        """Return every curve as arrays, by step and by time, thinned out to what a screen can show."""
         several, alone = len(self.runs) > 1, len(self.losses) == 1
         longest = max((len(curve) for ranks in self.runs.values() for curve in ranks.values()), default=0)
         every = longest // _POINTS + 1
@@ -222,7 +222,7 @@ class LossCurves(View):
         return {"curves": curves, "by": self.by, "top": self.top(), "note": self.note(), "named": _NAMED}
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
             return "Loss curves: no rank has logged a loss yet."
         runs = self.runs
@@ -234,7 +234,7 @@ class LossCurves(View):
         return f"Loss by {self.by} of {count}; the last losses are {ends}." + f" {self.note()}." * bool(self.note())
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the curves as text for a terminal."""
         if self.empty:
             return "no rank has logged a loss yet"
         width = max(len(name) for name, _ in self.lines()) + 2
@@ -246,14 +246,14 @@ class LossCurves(View):
 
 
 def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
-    """The mean over ranks of their n-th losses; the step is the first one's, the time that of the last to get there."""
+    """Return the mean over ranks of their n-th losses, with the step of the first rank and the time of the last."""
     places = _places(max(map(len, ranks.values()), default=0), every)
     means, count = np.zeros((len(places), 3)), np.zeros(len(places))
     for curve in ranks.values():
         there = curve[places[places < len(curve)]]
         steps, losses, times = means[: len(there)].T
         steps[:] = np.where(count[: len(there)] == 0, there[:, 0], steps)
-        with np.errstate(invalid="ignore"):  # inf - inf
+        with np.errstate(invalid="ignore"):  # inf - inf is nan
             losses += there[:, 1]
         times[:] = np.maximum(times, there[:, 2])
         count[: len(there)] += 1
@@ -262,11 +262,11 @@ def _mean(ranks: Mapping[int, Curve], every: int) -> Curve:
 
 
 def _merge(ranks: Mapping[int, Curve], every: int) -> Curve:
-    """The means of as many losses as there are ranks, in the order in which they were told, whoever told them."""
+    """Return the means of groups of as many losses as there are ranks, in the order in which they were logged."""
     rows = np.concatenate([curve[_places(len(curve), every)] for curve in ranks.values()] or [np.zeros((0, 3))])
     rows = rows[np.argsort(rows[:, 2], kind="stable")]
     starts = np.arange(0, len(rows), len(ranks) or 1)
-    with np.errstate(invalid="ignore"):  # inf - inf
+    with np.errstate(invalid="ignore"):  # inf - inf is nan
         return np.add.reduceat(rows, starts) / np.diff(np.append(starts, len(rows)))[:, None] if len(rows) else rows
 
 
@@ -275,14 +275,14 @@ def _columns(curve: Curve) -> dict[str, Column]:
 
 
 def _places(length: int, every: int) -> np.ndarray:
-    """Every so many of a curve's points, and the last one in any case."""
+    """Return the indices of every n-th point of a curve, and of the last one."""
     return np.append(np.arange(0, length - 1, every), length - 1) if length else np.arange(0)
 
 
 def _running_mean(values: Column, top: float = np.inf) -> Column:
-    """The mean around each point, as far to the left as to the right: a mean of the last values would lag behind.
+    """Return the mean around each point, over as many points before it as after it; a trailing mean would lag behind.
 
-    Of those up to `top`; what is above it, or not finite, stays as it is and does not lift its neighbours.
+    Values above `top` and values that are not finite stay as they are and do not raise their neighbours.
     """
     values, (places, last) = np.asarray(values), (np.arange(len(values)), len(values) - 1)
     reach = np.minimum(min(_SMOOTH, len(values) // 20), np.minimum(places, last - places))
@@ -301,19 +301,19 @@ def _short(loss: float, digits: int = 3) -> str:
 
 
 def _number(step: float) -> str:
-    """`12`, `2.5`: with all digits."""
+    """Write a step with all its digits: `12`, `2.5`."""
     return str(int(step)) if step.is_integer() else str(step)
 
 
 def _some(names: list[str], of: int) -> str:
-    """`rank 2`, `rank 0 and rank 2`, `every rank`, or how many if there is no room for their names."""
+    """Name ranks as `rank 2`, `rank 0 and rank 2` or `every rank`, or count them if there is no room for the names."""
     if len(names) <= 2:
         return " and ".join(names)
     return f"{len(names)} of {of}" if len(names) < of else f"all {of}"
 
 
 def _spark(curve: Curve) -> str:
-    """A curve in block characters; `✕` where it is not finite."""
+    """Draw a curve in block characters, with `✕` where it is not finite."""
     picked = curve[np.arange(count := min(_WIDTH, len(curve))) * len(curve) // count, 1]
     finite = np.isfinite(picked)
     low, high = (picked[finite].min(), picked[finite].max()) if finite.any() else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Gradient flow: how large every layer's gradient is on every rank, and the path of one from its loss to its weight."""
+"""Gradient flow: the size of every layer's gradient on every rank, and the path of one gradient from loss to weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.usable import LARGEST
 
-# what is told of a gradient, in this order, with a colour and a mark
+# the stages of a gradient, in order, each with a colour and a marker
 STAGES = {
     "computed": ("#0072B2", "o"),
     "bucketed": ("#CC79A7", "s"),
@@ -27,18 +27,18 @@ STAGES = {
     "applied": ("#D55E00", "*"),
 }
 _BROKEN = "#D55E00"  # a norm that is infinite or not a number
-_ROWS = 24  # layers with a row of full height; more of them share the room
-_COLUMNS = 8  # ranks in the terminal
-_VALUES = 40_000  # norms and moments that go to the browser with a frame …
-_MOST, _LEAST = 120, 20  # … of at most, and at least, so many steps
+_ROWS = 24  # layers with a row of full height; more than these share the space
+_COLUMNS = 8  # ranks shown in the terminal
+_VALUES = 40_000  # norms and times sent to the browser with a frame …
+_MOST, _LEAST = 120, 20  # … for at most and at least this many steps
 
 GrowingTable = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class GradientFlow(View):
-    """What `dlab.watch(model)` tells: gradient norms by layer and rank, over the steps, and the path of one gradient.
+    """The events of `dlab.watch(model)`: gradient norms by layer and rank over the steps, and the path of one gradient.
 
-    `layer` and `step` choose whose path is shown: by default the first layer's, in the last step that was watched.
+    `layer` and `step` choose whose path is shown; the default is the first layer in the last step that was watched.
 
     >>> GradientFlow(run.events)
     gradient norm after step 30
@@ -58,11 +58,11 @@ class GradientFlow(View):
         self.norms: dict[int, dict[int, dict[str, float]]] = {}  # by step, rank and layer
         self._layer, self._step = layer, step
         self._begun: float | None = None
-        self._told: dict[tuple[int, int], float] = {}  # when the norms of a (step, rank) were, in seconds
-        self._latest: dict[int, tuple[int, dict[str, float]]] = {}  # by rank: its last step, and the norms
+        self._told: dict[tuple[int, int], float] = {}  # when the norms of a (step, rank) were reported, in seconds
+        self._latest: dict[int, tuple[int, dict[str, float]]] = {}  # by rank: its last step and the norms
         self._moments: dict[tuple[int, str], dict[int, dict[str, float]]] = {}  # of a (step, layer), by rank and stage
         self._starts: dict[int, float] = {}  # when the first gradient of a step was computed
-        self._blocks: dict[int, GrowingTable] = {}  # by step: what `_block` has put together
+        self._blocks: dict[int, GrowingTable] = {}  # by step: the cached result of `_block`
         super().__init__(events)
         if self.layers and layer is not None and layer not in self.layers:
             raise ValueError(f"there is no layer {layer!r}: the watched ones are {', '.join(self.layers)}")
@@ -70,7 +70,7 @@ class GradientFlow(View):
             raise ValueError(f"step {step} was not watched: {', '.join(map(str, sorted(self.norms)))} were")
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events."""
+        """Add more norms and stages of watched gradients."""
         if not (arrived := self.take(events)):
             return
         if self._begun is None:
@@ -92,26 +92,26 @@ class GradientFlow(View):
 
     @property
     def empty(self) -> bool:
-        """Was no model watched?"""
+        """Whether no model was watched."""
         return not self.layers
 
     @property
     def ranks(self) -> list[int]:
-        """Those that have told a norm."""
+        """The ranks that have reported a norm."""
         return sorted(self._latest)
 
     @property
     def layer(self) -> str:
-        """The one whose path is shown."""
+        """The layer whose path is shown."""
         return self._layer or (self.layers[0] if self.layers else "")
 
     @property
     def step(self) -> int:
-        """The one whose path is shown."""
+        """The step whose path is shown."""
         return self._step if self._step is not None else max(self.norms, default=0)
 
     def path(self) -> dict[int, dict[str, float]]:
-        """By rank: when the gradient got to each stage, in milliseconds since the first of its step was computed."""
+        """Return by rank when the gradient reached each stage, in milliseconds after the first gradient of its step."""
         start, moments = self._starts.get(self.step, nan), self._moments.get((self.step, self.layer), {})
         return {
             rank: {stage: 1e3 * (stages[stage] - start) for stage in STAGES if stage in stages}
@@ -119,21 +119,21 @@ class GradientFlow(View):
         }
 
     def table(self) -> GrowingTable:
-        """The latest norms, a row per layer and a column per rank: nan where there is none, inf where it is broken."""
+        """Return the latest norms, a row per layer and a column per rank: nan if missing, inf if not finite."""
         norms = [self._latest[rank][1] for rank in self.ranks]
         return np.array([[_readable(each.get(layer)) for each in norms] for layer in self.layers], dtype=np.float32)
 
     def history(self, steps: list[int]) -> GrowingTable:
-        """The norms in these steps: step x layer x rank."""
+        """Return the norms in these steps: step x layer x rank."""
         return self._stack(steps)[..., 0].astype(np.float32)
 
     def _stack(self, steps: list[int]) -> GrowingTable:
-        """Step x layer x rank x (the norm, then the second of each stage)."""
+        """Return an array of step x layer x rank x (norm, then the time in seconds of each stage)."""
         shape = (len(self.layers), len(self.ranks), 1 + len(STAGES))
         return np.stack([self._block(step, shape) for step in steps]) if steps else np.empty((0, *shape))
 
     def _block(self, step: int, shape: tuple[int, ...]) -> GrowingTable:
-        """Of one step; made again only if something has come that belongs to it."""
+        """Return the rows of one step; they are made again only when more events of that step have arrived."""
         block = self._blocks.get(step)
         if block is None or block.shape != shape:
             block = self._blocks[step] = np.full(shape, nan)
@@ -145,7 +145,7 @@ class GradientFlow(View):
         return block
 
     def figure(self) -> Figure:
-        """Above: a row per layer, its norm on each rank now and how it has changed. Below: the path of one gradient."""
+        """Draw a row per layer with its norm on each rank and its history, and below it the path of one gradient."""
         rows, ranks = max(1, min(len(self.layers), _ROWS)), max(1, len(self.ranks))
         heights = (0.9 + 0.34 * rows, 0.9 + 0.26 * min(ranks, _ROWS))
         figure = Figure(figsize=(8, sum(heights)), layout="constrained")
@@ -179,7 +179,7 @@ class GradientFlow(View):
                     axes.text(column, row, _short(norm), ha="center", va="center", color="w" if dark else "k", size=8)
 
     def _draw_lines(self, axes: Axes) -> None:
-        """A small curve in each row, on a scale of its own, whose ends are written beside it."""
+        """Draw a small curve in each row, on its own scale, with the ends of the scale written beside it."""
         axes.set_title("mean and spread of the ranks", fontsize=10)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.yaxis.tick_right()
@@ -237,7 +237,7 @@ class GradientFlow(View):
             axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     def data(self) -> dict[str, Any]:
-        """Norms (step x layer x rank) and moments (the same x stage) of so many steps as fit into a frame."""
+        """Return norms (step x layer x rank) and times (the same x stage) of as many steps as fit into a frame."""
         each = max(1, len(self.layers) * len(self.ranks) * (1 + len(STAGES)))
         steps = self._thinned(min(_MOST, max(_LEAST, _VALUES // each)))
         stack = self._stack(steps)
@@ -257,12 +257,12 @@ class GradientFlow(View):
         }
 
     def _thinned(self, most: int = _MOST) -> list[int]:
-        """So many of the watched steps, with the last one and the chosen one."""
+        """Return at most this many of the watched steps, always including the last one and the chosen one."""
         steps = sorted(self.norms)
         return sorted({*steps[:: len(steps) // most + 1], *steps[-1:], *({self.step} & self.norms.keys())})
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
             return "Gradient flow: no model is watched yet."
         table = np.where(np.isnan(table := self.table()), -1, table)
@@ -284,7 +284,7 @@ class GradientFlow(View):
         return " ".join(words)
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the norms and the path as text for a terminal."""
         if self.empty:
             return "no model is watched yet: call dlab.watch(model) in the workers"
         width, last = max(map(len, ["layer", *self.layers])), max(step for step, _ in self._latest.values())
@@ -305,14 +305,14 @@ class GradientFlow(View):
 
 
 def _readable(norm: float | None) -> float:
-    """A norm as a table holds it: nan where there is none, so inf for all that is not a finite number."""
+    """Return a norm as a table holds it: nan if there is none, inf if it is not finite."""
     if norm is None:
         return nan
     return norm if abs(norm) <= LARGEST else inf
 
 
 def _limits(norms: GrowingTable) -> tuple[float, float]:
-    """The ends of the colour scale: at least a factor of ten, so that equal norms do not look different."""
+    """Return the ends of the colour scale, at least a factor of ten apart so that equal norms do not look different."""
     good = norms[np.isfinite(norms) & (norms > 0)]
     low, high = (float(good.min()), float(good.max())) if good.size else (0.1, 1.0)
     middle = (low * high) ** 0.5
@@ -320,7 +320,7 @@ def _limits(norms: GrowingTable) -> tuple[float, float]:
 
 
 def _short(norm: float | np.floating[Any]) -> str:
-    """`0.0123`, `4.5`, `120`, `–` for none, `broken` for one that is not a number."""
+    """Write a norm briefly: `0.0123`, `4.5`, `120`, `–` for none, `broken` for one that is not finite."""
     if np.isnan(norm):
         return "–"
     return f"{norm:.3g}" if isfinite(norm) else "broken"

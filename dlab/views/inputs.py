@@ -1,8 +1,8 @@
-"""Controls for one value, which show it as it is and change it only when a hand has moved them.
+"""Controls for one value, which show it exactly and change it only when the user has moved them.
 
-A browser may round what it is given and send that back, and that must not be taken for a wish. So the value stays in
-Python. The browser gets a position on a scale of whole numbers, which nothing can round, and the value as text with all
-its digits. Taught in `00_tour.ipynb`.
+A browser may round a value and send the rounded one back, which must not count as a change. So the value stays in
+Python. The browser gets a position on a scale of whole numbers, which cannot be rounded, and the value as text with
+all its digits. Taught in `00_tour.ipynb`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any, Protocol
 
 import ipywidgets as widgets
 
-Do = Callable[[Callable[[], object]], None]  # has a wish carried out, one after another, in the panel's thread
+Do = Callable[[Callable[[], object]], None]  # queues a request, which the panel's thread carries out
 Write = Callable[[Any], object]
 
-UNCUT = {"description_width": "initial"}  # a label takes the room that it needs
-_TENTHS = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)  # a tenth of the way to ten, each
+UNCUT = {"description_width": "initial"}  # a label is as wide as its text
+_TENTHS = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0)  # ten steps of equal ratio from 1 to 10
 
 
 class Input:
-    """A widget that code shows a value in and that a hand can change; it tells the one from the other.
+    """A widget in which code shows a value and which the user can change; it tells the two apart.
 
-    Whatever the widget has and code has not shown in it, a hand has put there: `act` then gets it.
+    A value of the widget that code has not shown must come from the user, and is passed to `act`.
     """
 
     def __init__(self, widget: Any, do: Do, act: Write) -> None:
         self.widget, self._shown = widget, widget.value
         self._do, self._act = do, act
-        self._asked = self._done = 0  # wishes; each is counted in one thread only
+        self._asked = self._done = 0  # requests; each counter is changed in one thread only
         widget.observe(self._on_change, "value")
 
     @property
     def busy(self) -> bool:
-        """Is a wish still to be carried out?"""
+        """Whether a request has not been carried out yet."""
         return self._asked != self._done
 
     def show(self, value: Any) -> None:
-        """Show a value that somebody else has set; nothing is written back."""
+        """Show a value that was set elsewhere, without writing it back."""
         if value != self._shown:
-            self._shown = value  # first: the widget tells of its change at once
+            self._shown = value  # before the assignment, because the widget reports its change at once
             self.widget.value = value
 
     def _on_change(self, change: Any) -> None:
@@ -59,7 +59,7 @@ class Input:
 
 
 class Scale(Protocol):
-    """Values for the positions of a slider, from `low` to `high`, and the position nearest to a value."""
+    """Maps the positions of a slider to values from `low` to `high`, and a value to the nearest position."""
 
     low: int
     high: int
@@ -69,22 +69,22 @@ class Scale(Protocol):
 
 
 class LinearScale:
-    """Evenly spaced, in steps of one size."""
+    """Values that are evenly spaced."""
 
     def __init__(self, low: int, high: int, size: float = 1) -> None:
         self.low, self.high, self._size = low, high, size
 
     def value(self, position: int) -> Any:
-        """The value after so many steps from the lowest."""
+        """Return the value this many steps above the lowest."""
         return position if self._size == 1 else _short(position * self._size)
 
     def position(self, value: Any) -> int:
-        """The step that is nearest to a value."""
+        """Return the step nearest to a value."""
         return round(max(self.low, min(self.high, value / self._size)))
 
 
 class LogScale:
-    """From a hundredth to a hundred times a value, which itself, to the last bit, is in the middle."""
+    """Values from a hundredth to a hundred times a given value, which is itself exactly in the middle."""
 
     low, high = -20, 20
 
@@ -92,18 +92,18 @@ class LogScale:
         self._middle = middle
 
     def value(self, position: int) -> float:
-        """The middle times 1.25, 1.6, 2, 2.5 …"""
+        """Return the middle times 1.25, 1.6, 2, 2.5 …"""
         tens, tenth = divmod(position, 10)
         return _short(self._middle * _TENTHS[tenth] * 10.0**tens) if position else self._middle
 
     def position(self, value: Any) -> int:
-        """The step that is nearest to a value."""
+        """Return the step nearest to a value."""
         ratio = value / self._middle
         return round(max(self.low, min(self.high, 10 * math.log10(ratio)))) if ratio > 0 else self.low
 
 
-class Field:
-    """A text with all digits of a value, which takes what is typed as it is; and a slider, if there is a scale."""
+class ValueField:
+    """A text field with all digits of a value, which accepts any typed value, and a slider if there is a scale."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Field:
         return [each for each in (self._slider, self._text) if each is not None]
 
     def show(self, value: Any) -> None:
-        """What the value is now, unless a hand has just asked for another one."""
+        """Show the current value, unless the user has just asked for another one."""
         if any(each.busy for each in self._inputs):
             return
         if self._slider is not None and self._scale is not None and is_number(value):
@@ -142,13 +142,13 @@ class Field:
         self._text.widget.layout.width = f"calc({min(40, max(5, len(text))) + len(self._name)}ch + 40px)"
 
     def disable(self, disabled: bool = True) -> None:
-        """A hand can do nothing."""
+        """Disable or enable the field and its slider."""
         for each in self._inputs:
             each.widget.disabled = disabled
 
 
 class Switch:
-    """For True and False."""
+    """A check box for True and False."""
 
     def __init__(self, name: str, do: Do, write: Write) -> None:
         layout = {"width": "auto"}
@@ -156,20 +156,20 @@ class Switch:
         self._input = Input(self.widget, do, write)
 
     def show(self, value: Any) -> None:
-        """Show the value as it is now; nothing is written back."""
+        """Show the current value without writing it back."""
         if not self._input.busy:
             self._input.show(bool(value))
 
     def disable(self, disabled: bool = True) -> None:
-        """A hand can do nothing."""
+        """Disable or enable the check box."""
         self.widget.disabled = disabled
 
 
-def control(name: str, value: Any, do: Do, write: Write) -> Field | Switch:
-    """A control that suits a knob's value. It is shown nothing yet."""
+def control(name: str, value: Any, do: Do, write: Write) -> ValueField | Switch:
+    """Make a control that suits the type of a knob's value; it shows no value yet."""
 
     def refuse(typed: str, instead: str) -> ValueError:
-        return ValueError(f"{typed!r} is no value for {name}: give {instead}")
+        return ValueError(f"{typed!r} is not a value for {name}: give {instead}")
 
     def read_whole(typed: str) -> int:
         try:
@@ -190,17 +190,17 @@ def control(name: str, value: Any, do: Do, write: Write) -> Field | Switch:
         return Switch(name, do, write)
     if isinstance(value, int):
         steps = LinearScale(min(0, 4 * value), max(10, 4 * value)) if abs(value) <= 10_000 else None
-        return Field(name, do, write, read_whole, scale=steps)
+        return ValueField(name, do, write, read_whole, scale=steps)
     if isinstance(value, float):
         factors = LogScale(value) if 1e-100 < abs(value) < 1e100 else None
-        return Field(name, do, write, read_number, scale=factors)
+        return ValueField(name, do, write, read_number, scale=factors)
     if isinstance(value, str):
-        return Field(name, do, write, str, tell=str)
-    return Field(name, do, write, read_list if isinstance(value, list) else _literal)
+        return ValueField(name, do, write, str, tell=str)
+    return ValueField(name, do, write, read_list if isinstance(value, list) else _literal)
 
 
 def number(typed: str, problem: Callable[[], Exception]) -> float:
-    """What was typed, if it is a number and not `nan` or `inf`."""
+    """Return the typed number; raise `problem()` if it is none, or `nan` or `inf`."""
     try:
         found = float(typed)
     except ValueError:
@@ -211,7 +211,7 @@ def number(typed: str, problem: Callable[[], Exception]) -> float:
 
 
 def _literal(typed: str) -> Any:
-    """A number, a list, None …, as Python writes it; else the text itself."""
+    """Read a number, a list, None … in Python's notation; anything else stays a text."""
     try:
         return ast.literal_eval(typed.strip())
     except (ValueError, SyntaxError):
@@ -219,10 +219,10 @@ def _literal(typed: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """And neither True nor False."""
+    """Return whether a value is a number other than True and False."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _short(value: float) -> float:
-    """Without the last digits, which products of round numbers have: 0.08, not 0.08000000000000002."""
+    """Round away the last digits that products of round numbers have: 0.08, not 0.08000000000000002."""
     return float(f"{value:.12g}")

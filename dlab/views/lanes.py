@@ -1,4 +1,4 @@
-"""A lane of the timeline: what one rank did when, and the bars that show it."""
+"""A lane of the timeline: what one rank did at which time, and the bars that show it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from matplotlib.axes import Axes
 
 from dlab.views.columns import Column, GrowingTable, Logged
 
-FEW = 5  # the last steps, from which it is told who is slow and who waits
-MARKED = 1 / 90  # of what is shown: steps that take longer are told apart by a line between them
-# what a lane shows, each with a colour: the same in browser/timeline.js
+FEW = 5  # number of last steps that decide who is slow and who waits
+MARKED = 1 / 90  # share of the time shown: longer steps are separated by a line
+# what a lane shows, each with a colour; browser/timeline.js has the same colours
 LOOK = {"delay": "#CC79A7", "compute": "#0072B2", "wait": "#E69F00", "send": "#009E73"}
 HATCHED: dict[str, Any] = {"facecolor": "#FFF3D6", "edgecolor": LOOK["wait"], "hatch": "/////", "linewidth": 0.0}
 DOTTED: dict[str, Any] = {"facecolor": LOOK["delay"], "edgecolor": "white", "hatch": "..", "linewidth": 0.0}
 _TROUBLE, _QUIET = "#D55E00", "#808080"
-_BAR, _SENT = (-0.36, 0.56), (0.22, 0.14)  # from where, and how high: messages lie below and hide nothing
+_BAR, _SENT = (-0.36, 0.56), (0.22, 0.14)  # offset and height: messages lie below the bar and hide nothing
 
 
-class State(NamedTuple):
-    """What became of a rank, when and why."""
+class LaneState(NamedTuple):
+    """What happened to a rank, when and why."""
 
     time: float
     state: str
@@ -32,15 +32,15 @@ class State(NamedTuple):
 
 
 class Lane:
-    """What is known of one rank. Times are in seconds since the first event."""
+    """The steps, messages and states of one rank. Times are in seconds since the first event."""
 
     def __init__(self) -> None:
         self._steps, self._messages = GrowingTable(4), GrowingTable(3)
-        self.states: list[State] = []
+        self.states: list[LaneState] = []
 
     def add_steps(self, logged: Logged, begun: float) -> None:
-        """What its steps tell. A delay is slept between two of them, and most loops count it as computing: as much of
-        it as there was no time for besides is taken out of that.
+        """Add logged steps. A delay is slept between two steps, and most loops count it as computing: the part of it
+        for which there was no other time is subtracted from the computing time.
         """
         ends = np.maximum(0.0, logged.times - begun)
         compute, wait, delay = (logged.column(name, 0.0) for name in ("compute", "wait", "delay"))
@@ -49,17 +49,17 @@ class Lane:
         self._steps.extend(ends, compute - np.clip(counted_twice, 0.0, np.minimum(compute, delay)), wait, delay)
 
     def add_messages(self, sent: list[tuple[float, float, int]]) -> None:
-        """Start, end and destination of each that it sent."""
+        """Add the start, end and destination of each message that the rank sent."""
         self._messages.extend(*np.array(sent).T)
 
     @property
     def steps(self) -> Column:
-        """A row per step: its end, and the seconds it computed, waited and, before both, was delayed."""
+        """A row per step: its end, and the seconds of computing, of waiting and of the delay before both."""
         return self._steps.rows
 
     @property
     def messages(self) -> Column:
-        """A row per message that it sent: start, end, destination."""
+        """A row per message that the rank sent: start, end, destination."""
         return self._messages.rows
 
     @property
@@ -70,24 +70,24 @@ class Lane:
 
     @property
     def state(self) -> str:
-        """The last that was told."""
+        """The last reported state."""
         return self.states[-1].state if self.states else "running"
 
     @property
     def alive(self) -> bool:
-        """Does it still take part, or has it done so to the end?"""
+        """Whether the rank still takes part, or took part to the end."""
         return self.state not in ("dead", "failed")
 
     def last(self) -> Column:
-        """The last few steps."""
+        """Return the last few steps."""
         return self.steps[-FEW:]
 
     def since(self, moment: float) -> Column:
-        """The steps that ended after this moment."""
+        """Return the steps that ended after this moment."""
         return (steps := self.steps)[np.flatnonzero(steps[:, 0] > moment)]
 
     def draw(self, axes: Axes, place: int, first: float, last: float) -> None:
-        """Its bars, messages and states between these moments."""
+        """Draw the bars, messages and states between these moments."""
         ends, compute, wait, delay = (steps := self.since(first)).T
         computed = ends - wait
         axes.broken_barh(_spans(computed, ends), _bar(place, _BAR), **HATCHED)
@@ -101,7 +101,7 @@ class Lane:
         self._draw_states(axes, place, last)
 
     def _draw_states(self, axes: Axes, place: int, last: float) -> None:
-        """A line below the lane while it is delayed or paused; a cross where it ended badly."""
+        """Draw a line below the lane while it is delayed or paused, and a cross where it ended badly."""
         ends = [*(state.time for state in self.states), max(last, *(state.time for state in self.states), 0.0)][1:]
         for state, after in zip(self.states, ends, strict=True):
             if state.state in ("delayed", "paused"):
@@ -117,5 +117,5 @@ def _bar(place: int, span: tuple[float, float]) -> tuple[float, float]:
 
 
 def _spans(starts: Column, ends: Column) -> list[tuple[float, float]]:
-    """(start, length) of each, as matplotlib wants them."""
+    """Return (start, length) of each bar, as matplotlib needs them."""
     return [(float(start), float(end - start)) for start, end in zip(starts, ends, strict=True)]

@@ -1,6 +1,6 @@
-"""Messages step by step: who sends how many bytes to whom, ranks on a circle. Taught in `02_allreduce.ipynb`.
+"""Messages step by step: who sends how many bytes to whom, with ranks on a circle. Taught in `02_allreduce.ipynb`.
 
-`steps.py` puts the recorded messages in order; `browser/messages.js` lets them travel, at the pace of whoever watches.
+`steps.py` puts the recorded messages in order; `browser/messages.js` animates them at the reader's pace.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from matplotlib.path import Path
 from dlab.events import Event
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
-from dlab.views.steps import Step, Steps, Titled, find_chunks
+from dlab.views.steps import Step, Steps, TitledStep, find_chunks
 
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
-_SENT, _MOST = 200, 3000  # steps, and messages, that go to the browser: the last ones
-_COLUMNS = 4  # pictures side by side in a strip
-_ABOVE, _BELOW = 0.35, 0.5  # inches for the lines above and below them
-_NODE, _RIM = 0.19, 0.22  # radius of a rank, and where its arrows begin and end; that of the circle is 1
-_CROWD = 5  # more messages than this in a step, if all of one size, have it said once and not at every arrow
-_BUSY, _IDLE, _INK = "#404040", "#D0D0D0", "#202020"  # ranks that take part in a step, the others, the text
+_SENT, _MOST = 200, 3000  # numbers of latest steps and messages that go to the browser
+_COLUMNS = 4  # pictures per row of a strip
+_ABOVE, _BELOW = 0.35, 0.5  # inches for the text above and below the pictures
+_NODE, _RIM = 0.19, 0.22  # radius of a rank, and where its arrows begin and end; the circle has radius 1
+_CROWD = 5  # with more messages of one size than this in a step, the size is written only once
+_BUSY, _IDLE, _INK = "#404040", "#D0D0D0", "#202020"  # ranks that take part in a step, other ranks, and text
 
 _COUNTED = ("messages", "steps", "bytes_per_rank")
 
 
 class Formula(Protocol):
-    """What a run should cost, as `dlab.cost` says it."""
+    """The expected cost of a run, as `dlab.cost` computes it."""
 
     @property
     def messages(self) -> int: ...
@@ -44,12 +44,12 @@ class Formula(Protocol):
 
 
 class Messages(View):
-    """The messages of a run (`run.events`, or `.messages` of a rehearsal), a picture per step.
+    """The messages of a run (`run.events`, or `.messages` of a rehearsal), with a picture per step.
 
-    Servers are numbered after the ranks; given `run.states` too, it calls them by their names.
+    Servers are numbered after the ranks; if it also gets `run.states`, it calls them by name.
 
     `steps` are the (phase, step) pairs in the order of the run; `messages` and `bytes_per_rank` count as
-    `dlab.cost.allreduce` does. Give its answer as `cost`, and it stands beside what was recorded.
+    `dlab.cost.allreduce` does. Pass its result as `cost` to show the formula beside what was recorded.
 
     >>> Messages(rehearsal.messages)
     reduce-scatter 0   0→1 1→2 2→0   4 B each
@@ -63,12 +63,12 @@ class Messages(View):
         self.messages = 0
         self.bytes_per_rank: list[int] = []
         self._links = Counter[tuple[int, int]]()  # bytes by (source, destination)
-        self._names: dict[int, str] = {}  # of servers, as their states tell them
+        self._names: dict[int, str] = {}  # names of servers, from their states
         self._steps = Steps()
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events, each rank's own in their order; a few microseconds per message."""
+        """Add more events, each rank's own in order; costs a few microseconds per message."""
         for event in self.take(events).others:
             if event.kind == "state" and "name" in event.data:
                 self._names[event.rank] = event.data["name"]
@@ -84,16 +84,16 @@ class Messages(View):
 
     @property
     def empty(self) -> bool:
-        """Was no message recorded?"""
+        """Whether no message was recorded."""
         return not self.messages
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """All (phase, step) pairs, in the order of the run."""
+        """All (phase, step) pairs in the order of the run."""
         return self._steps.pairs()
 
     def figure(self, step: int | None = None) -> Figure:
-        """The picture of one step (its place in `.steps`), or a strip of all of them."""
+        """Draw one step (an index into `.steps`), or a strip of all steps."""
         nodes = [self._name(rank) for rank in range(len(self.bytes_per_rank))]
         if step is not None:
             if not 0 <= step < len(self._steps):
@@ -108,7 +108,7 @@ class Messages(View):
         above, below = _ABOVE * (len(self._steps) > _SHOWN), _BELOW * bool(self.cost and shown)
         height = 2.6 * rows + above + below
         figure = Figure(figsize=(2.4 * columns, height), facecolor="white")
-        # all pictures get the same room: a layout that tries what each needs takes longer than to draw them
+        # all pictures get the same space, because a layout that measures each takes longer than drawing them
         figure.subplots_adjust(0, below / height, 1, 1 - above / height, wspace=0, hspace=0)
         reach = _reach(shown, len(nodes))
         for place, titled in enumerate(shown, 1):
@@ -125,9 +125,9 @@ class Messages(View):
         return self._names.get(rank, str(rank))
 
     def data(self) -> dict[str, Any]:
-        """The last steps with their messages, as far as they can be shown; totals of everything.
+        """Return the last steps with their messages, as many as can be shown, and totals of the whole run.
 
-        What was sent before a step is the total without what came after it, so that the first steps are not needed.
+        What was sent before a step is the total minus what came after it, so that the first steps are not needed.
         """
         shown = self._steps.last(_SENT)
         room = np.cumsum([len(titled.step) for titled in reversed(shown)]) <= _MOST
@@ -148,25 +148,25 @@ class Messages(View):
                 {"title": title, "colour": colour, "round": number, "phase": step.phase, "step": step.number}
                 for title, colour, number, step in shown
             ],
-            "begin": np.cumsum([0, *map(len, tables)], dtype=np.int32),  # where a step's messages are in what follows
+            "begin": np.cumsum([0, *map(len, tables)], dtype=np.int32),  # index of each step's first message below
             "source": rows[:, 0].astype(np.int32),
             "destination": rows[:, 1].astype(np.int32),
             "bytes": rows[:, 2].copy(),
             "start": times[:, 0].copy(),  # seconds since the first of these messages
             "end": times[:, 1].copy(),
-            "chunk": chunks[:, 0].copy(),  # which, of how many; -1: it is none
+            "chunk": chunks[:, 0].copy(),  # index and number of chunks; -1 if it is not a chunk
             "chunks": chunks[:, 1].copy(),
-            # which numbers of how many; -1: not known
+            # index of the first element and number of elements; -1 if unknown
             **dict(
                 zip(("first", "numbers", "of"), np.nan_to_num(rows[:, 5:8].T, nan=-1).astype(np.int32), strict=True)
             ),
             **dict(zip(("low", "high"), rows[:, 8:].T.astype(np.float32), strict=True)),
-            "complete": next(complete, 0),  # the last step of which every rank has told
+            "complete": next(complete, 0),  # the last step that every rank has reported
             "formula": self.cost and {name: getattr(self.cost, name) for name in _COUNTED},
         }
 
     def sentence(self) -> str:
-        """What the strip shows."""
+        """Describe the strip in one sentence."""
         if self.empty:
             return "Messages: none were recorded."
         steps = " ".join(
@@ -178,7 +178,7 @@ class Messages(View):
         return f"{who} on a circle, an arrow per message. {steps} {summary}."
 
     def _summary(self) -> str:
-        """What was recorded, and below it what the formula says."""
+        """Return what was recorded, and below it what the formula says."""
         recorded = self._totals(self.messages, len(self._steps), self.bytes_per_rank)
         if not self.cost:
             return recorded
@@ -189,7 +189,7 @@ class Messages(View):
         return f"recorded: {recorded}\nformula: {self._totals(*expected)}: {verdict}"
 
     def _totals(self, messages: int, steps: int, bytes_per_rank: list[int]) -> str:
-        """`24 messages in 6 steps, each rank sends 36 B, server 0 sends 144 B`."""
+        """Write the totals, as in `24 messages in 6 steps, each rank sends 36 B, server 0 sends 144 B`."""
         ranks, servers = self._by_role(bytes_per_rank)
         least, most = _size(min(ranks)), _size(max(ranks))
         sent = [f"each rank sends {most}" if least == most else f"a rank sends {least} to {most}"]
@@ -197,12 +197,12 @@ class Messages(View):
         return f"{messages} messages in {steps} steps, {', '.join(sent)}"
 
     def _by_role(self, bytes_per_rank: list[int]) -> tuple[list[int], dict[str, int]]:
-        """What the ranks send, and what each of the servers sends."""
+        """Return what the ranks send, and what each of the servers sends."""
         servers = {self._names[rank]: count for rank, count in enumerate(bytes_per_rank) if rank in self._names}
         return bytes_per_rank[: len(bytes_per_rank) - len(servers)], servers
 
     def _words(self, step: Step, gap: str) -> str:
-        """`0→1 1→2 2→0   4 B each`, or the bytes of each where they differ; with names, `0 → server 0, …`."""
+        """Write a step as `0→1 1→2 2→0   4 B each`, or each size where they differ; with names, `0 → server 0, …`."""
         messages = step.messages
         ends = [(message["source"], message["destination"]) for message in messages]
         to, comma = (" → ", ", ") if self._names.keys() & {rank for pair in ends for rank in pair} else ("→", " ")
@@ -213,7 +213,7 @@ class Messages(View):
         return comma.join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True))
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the steps as text for a terminal."""
         if self.empty:
             return "no messages were recorded"
         shown = [titled.step for titled in self._steps.first(_SHOWN)]
@@ -224,8 +224,8 @@ class Messages(View):
         return "\n".join([*lines, *more, self._summary()])
 
 
-def _draw(axes: Axes, titled: Titled, nodes: list[str], reach: float, size: float) -> None:
-    """Ranks and servers on a circle, an arrow per message, its bytes beside it, in text of about this size."""
+def _draw(axes: Axes, titled: TitledStep, nodes: list[str], reach: float, size: float) -> None:
+    """Draw ranks and servers on a circle, and an arrow per message with its bytes, in text of about this size."""
     colour = COLOURS[titled.colour % len(COLOURS)]
     axes.set(xlim=(-reach, reach), ylim=(-reach, 1.15 * reach), aspect="equal")
     axes.set_axis_off()
@@ -248,15 +248,15 @@ def _draw(axes: Axes, titled: Titled, nodes: list[str], reach: float, size: floa
 
 
 def _places(ranks: int) -> list[tuple[float, float]]:
-    """On the circle: rank 0 is on top, the others follow clockwise; two are side by side."""
+    """Return positions on the circle: rank 0 at the top, the others clockwise; two ranks are side by side."""
     angles = [2 * pi * rank / ranks - (pi / 2 if ranks == 2 else 0) for rank in range(ranks)]
     return [(sin(angle), cos(angle)) for angle in angles]
 
 
 def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
-    """Where the bytes of the messages are told, and how: beside each arrow, or once below a crowd or a fan."""
+    """Return where and how the sizes of messages are written: beside each arrow, or once below crossing arrows."""
     messages, places = step.messages, _places(ranks)
-    # from one rank to many or the other way round: their arrows meet, and would cross each other's text
+    # arrows from one rank to many, or from many to one, meet and would cross each other's text
     ends = [{message[end] for message in messages} for end in ("source", "destination")]
     fan = min(map(len, ends)) < len(messages)
     if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
@@ -270,24 +270,24 @@ def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
 
 
 def _chunk_names(step: Step, ranks: int) -> list[str]:
-    """For each message a line `chunk 2`, `chunk 0/2` where there are not as many as ranks, or nothing."""
+    """Return a line for each message: `chunk 2`, `chunk 0/2` if the number of chunks is not that of ranks, or ""."""
     found = find_chunks(step.table, ranks).tolist()
     return [f"chunk {chunk}" + f"/{of}" * (of != ranks) + "\n" if of else "" for chunk, of in found]
 
 
 def _width(words: str) -> int:
-    """Of the longest line, in letters."""
+    """Return the length of the longest line."""
     return max(map(len, words.split("\n")))
 
 
-def _reach(shown: list[Titled], ranks: int) -> float:
-    """How far pictures must reach to the sides, so that no text is cut off. A letter takes 1/38 of the width."""
+def _reach(shown: list[TitledStep], ranks: int) -> float:
+    """Return how far pictures must extend sideways so that no text is cut off; a character takes 1/38 of the width."""
     labels = [label for titled in shown for label in _labels(titled.step, ranks)]
     return max([1.45, *(abs(x) / (1 - _width(words) / 38) for x, _, words in labels)])
 
 
 def _node(name: str, place: tuple[float, float], colour: str) -> Patch:
-    """A disc for a rank, a square for a server."""
+    """Return a disc for a rank, a square for a server."""
     if name.isdecimal():
         return Circle(place, _NODE, color=colour)
     corner = (place[0] - _NODE, place[1] - _NODE)
@@ -301,28 +301,28 @@ def _size(count: int) -> str:
 
 
 def _bend(hop: int, ranks: int) -> float:
-    """How far an arrow swings, so that it meets neither the one that comes back nor the ranks between."""
+    """Return how far an arrow bends, so that it meets neither the arrow back nor the ranks between."""
     hop %= ranks
     if hop in (1, ranks - 1) or 2 * hop == ranks:
-        return -0.16  # to its left: outside the circle, if it goes clockwise
-    return 0.06 if 2 * hop < ranks else -0.26  # inside, and one inside the other
+        return -0.16  # to its left: outside the circle if it goes clockwise
+    return 0.06 if 2 * hop < ranks else -0.26  # inside the circle, one inside the other
 
 
 def _way(start: tuple[float, float], end: tuple[float, float], bend: float) -> Path:
-    """From the rim of one rank to that of the other, on a curve whose middle is to the side.
+    """Return a curve from the rim of one rank to the rim of the other, with its middle bent to the side.
 
-    The part of a quadratic curve between two shares is one too. A formula for it is quicker than to look for the rim.
+    A part of a quadratic curve is again quadratic, and a formula for it is quicker than a search for the rim.
     """
     (x, y), (dx, dy) = start, (end[0] - start[0], end[1] - start[1])
     corners = np.array([start, (x + dx / 2 + bend * dy, y + dy / 2 - bend * dx), end])
-    cut = min(0.4, _RIM / hypot(dx, dy))  # there is some way left where ranks overlap
+    cut = min(0.4, _RIM / hypot(dx, dy))  # some length remains where ranks overlap
     shares = ((cut, cut), (cut, 1 - cut), (1 - cut, 1 - cut))
     weights = np.array([((1 - s) * (1 - t), s * (1 - t) + t * (1 - s), s * t) for s, t in shares])
     return Path(weights @ corners, [Path.MOVETO, Path.CURVE3, Path.CURVE3])
 
 
 def _beside(start: tuple[float, float], end: tuple[float, float], bend: float, words: str) -> tuple[float, float]:
-    """Where the text of an arrow stands: beside its middle, or nearer to its start where long arrows cross."""
+    """Return the position of an arrow's text: beside its middle, or nearer to its start where long arrows cross."""
     dx, dy = end[0] - start[0], end[1] - start[1]
     distance = hypot(dx, dy)
     along = 0.5 if distance < 1.45 else 0.6 / distance

@@ -1,4 +1,4 @@
-"""What goes to a browser: numbers packed as bytes, and pages that carry their scripts and data with them."""
+"""Data for a browser: numbers packed as bytes, and pages that contain their scripts and data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PagePart(NamedTuple):
 
 @cache
 def scripts(*names: str) -> str:
-    """The base, and the scripts of these views, each in a block of its own; without names, of all."""
+    """Return the base script and those of the named views, each in its own block; without names, of all views."""
     chosen = names or sorted(file.stem for file in BROWSER.glob("*.js") if file.stem != "base")
     texts = {name: (BROWSER / f"{name}.js").read_text(encoding="utf-8") for name in ("base", *chosen)}
     return "\n".join([texts.pop("base"), *(f"{{\n{text}}}" for text in texts.values())])
@@ -35,14 +35,14 @@ def scripts(*names: str) -> str:
 
 @cache
 def styles() -> str:
-    """The stylesheet of all views."""
+    """Return the stylesheet of all views."""
     return (BROWSER / "style.css").read_text(encoding="utf-8")
 
 
 def pack(parts: Sequence[PagePart]) -> tuple[str, list[bytes]]:
-    """As JSON, with every numpy array replaced by the number and type of a buffer.
+    """Return the parts as JSON, with every numpy array replaced by the index and type of a buffer.
 
-    What is not finite becomes null: in JSON, as a browser reads it, there is no NaN and no Infinity.
+    Numbers that are not finite become null, because a browser's JSON has neither NaN nor Infinity.
     """
     buffers: list[bytes] = []
 
@@ -57,13 +57,13 @@ def pack(parts: Sequence[PagePart]) -> tuple[str, list[bytes]]:
     told = [part._asdict() for part in parts]
     try:
         return json.dumps(told, default=place, allow_nan=False), buffers
-    except ValueError:  # seldom: it is not looked for in every frame
+    except ValueError:  # rare, so frames are not searched for it
         buffers.clear()
         return json.dumps(_finite(told), default=place, allow_nan=False), buffers
 
 
 def _finite(value: Any) -> Any:
-    """The same without numbers that are not finite."""
+    """Replace numbers that are not finite by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -72,22 +72,22 @@ def _finite(value: Any) -> Any:
 
 
 def in_script(value: Any) -> str:
-    """JSON that can stand in a script of a page: nothing in it can end the script or begin a comment.
+    """Return JSON that is safe inside a script element: nothing in it can end the script or begin a comment.
 
-    Letters beyond ASCII, and with them the ends of lines that JavaScript has and JSON has not, json itself escapes.
+    json escapes everything beyond ASCII, including the two line separators that JavaScript has and JSON has not.
     """
     return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value))
 
 
 def frame(parts: Sequence[PagePart], title: str) -> str:
-    """The page inside another one, such as a notebook's output. It hides the element before it, which is the still."""
+    """Return the page in a frame for a notebook's output. It hides the still picture before it."""
     page = html.escape(write_page(parts, title))
     style = "width: 100%; height: 340px; border: 0"  # the page itself corrects the height
     return f'<iframe title="{html.escape(title)}" srcdoc="{page}" style="{style}"></iframe>'
 
 
 def write_page(parts: Sequence[PagePart], title: str) -> str:
-    """A whole HTML page that shows the parts and replays them."""
+    """Return a whole HTML page that shows the parts and replays them."""
     text, buffers = pack(parts)
     coded = in_script([base64.b64encode(buffer).decode() for buffer in buffers])
     used = scripts(*sorted({part.name for part in parts}))

@@ -1,7 +1,7 @@
-"""What a run shows as the last line of a cell: its views while they change, and controls that work while it trains.
+"""The panel that a run shows as the last line of a cell: live views, and controls that work while it trains.
 
-The cell returns at once. One thread takes in events, sends frames, and carries out what the controls ask for; when the
-run has ended it leaves a still picture in the place of the widgets, and no thread and no widget.
+The cell returns at once. One thread reads events, sends frames and carries out what the controls ask for; when the run
+has ended it replaces the widgets by a still picture and leaves no thread behind.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dlab.views.shards import ShardView
 from dlab.views.staleness import Staleness
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
-from dlab.views.widget import Screen
+from dlab.views.widget import ViewWidget
 
 PERIOD = 0.1  # seconds between two frames
-# of a core for taking in and drawing, which workers on all cores would miss: what took long delays the next frame …
+# the share of a core for reading and drawing, since workers may need all cores: a slow frame delays the next one …
 MOST = min(0.1, 0.015 * len(os.sched_getaffinity(0)))
-LONGEST = 1.0  # … by not more than so many seconds
-ANSWER = 2.0  # seconds in which a page says that it is still there
+LONGEST = 1.0  # … by at most this many seconds
+ANSWER = 2.0  # seconds within which a page answers that it still exists
 
 
 class Watched(Protocol):
@@ -67,7 +67,7 @@ class Watched(Protocol):
 
 
 class Panel:
-    """The views that fit a run's events, and what one can do to it."""
+    """The views that suit a run's events, and the run's controls."""
 
     controls: type[RunControls] = RunControls
 
@@ -76,12 +76,12 @@ class Panel:
         timeline = Timeline()
         others = (Staleness(), GradientFlow(), Messages(), ShardView())
         self.views: list[View] = [Ranks(timeline=timeline), LossCurves(), Throughput(), timeline, *others]
-        self.knobs: dict[str, Any] = {}  # that the run has declared, with their defaults
+        self.knobs: dict[str, Any] = {}  # knobs that the run has declared, with their defaults
         self._seen = self._states = 0
         self.take_in()
 
     def take_in(self) -> None:
-        """Give the views what is new, in columns that are made once for all of them."""
+        """Give the views the new events, in columns that are made once for all views."""
         records, self._seen = self.run.since(self._seen)
         states = self.run.states[self._states :]
         self._states += len(states)
@@ -93,7 +93,7 @@ class Panel:
 
     @property
     def shown(self) -> list[View]:
-        """Views that have something to show or to say."""
+        """The views that have something to show or to say."""
         return [view for view in self.views if not view.empty or view.left_out]
 
     @property
@@ -103,17 +103,17 @@ class Panel:
 
     @property
     def live_parts(self) -> list[PagePart]:
-        """The same while it goes on: views that nearly every run fills keep their place until their events come."""
+        """What the browser draws during a run: views that most runs fill keep a place until their events arrive."""
         return [part for view in self.views if view.awaited or view in self.shown for part in view.parts]
 
     @property
     def title(self) -> str:
-        """`train: running`, and whether the controls act now."""
+        """The title, as in `train: running`, with a note if the controls do not act at the moment."""
         waits = not self.run.done and self.run.controls_wait
         return f"{self.run.name}: {self.run.state}{'; its controls wait for the cell that runs' if waits else ''}"
 
     def bundle(self) -> dict[str, Any]:
-        """The still: a picture of each view, and where scripts may run, the replay of all of them in their place."""
+        """Return a still picture of each view, and a replay of all of them for pages that may run scripts."""
         stills = [view.still() for view in self.shown]
         text = "\n\n".join([self.title, *(str(view) for view in self.shown)])
         if not stills:
@@ -128,7 +128,7 @@ class Panel:
 
 
 class RacePanel(Panel):
-    """The losses of several runs on one chart; its controls are for the run that goes on and those to come."""
+    """The losses of several runs in one chart; its controls act on the current run and on those that follow."""
 
     controls = RaceControls
 
@@ -145,12 +145,12 @@ class RacePanel(Panel):
             records, self._read[name] = run.since(self._read.get(name, 0))
             arrived = Arrivals(records=records)
             self._curves.add(arrived, name)
-            for knob, default in _declared(arrived):  # each run has its own
+            for knob, default in _declared(arrived):  # each run has its own default
                 self.knobs.setdefault(knob, {}).setdefault(name, default)
 
 
 def _declared(arrived: Arrivals) -> list[tuple[str, Any]]:
-    """Knobs, with their defaults."""
+    """Return the declared knobs with their defaults."""
     told = [event.data for event in arrived.others if event.kind == "knob"]
     return [(data["name"], data["default"]) for data in told if "name" in data and "default" in data]
 
@@ -161,7 +161,7 @@ def show_live(run: Watched) -> threading.Thread | None:
 
 
 def show_race(race: Any) -> threading.Thread | None:
-    """The same for a race."""
+    """Show a race below the cell, with controls, and keep it up to date until it ends; the cell returns at once."""
     return _show(RacePanel(race))
 
 
@@ -170,7 +170,7 @@ def _show(panel: Panel) -> threading.Thread | None:
     if panel.run.done:
         handle.display(panel.bundle(), raw=True)
         return None
-    live = Live(panel, handle)
+    live = LivePanel(panel, handle)
     handle.display(live.box)
     thread = threading.Thread(target=live.follow, name="dlab-panel", daemon=True)
     panel.run.pictures.append(thread)
@@ -178,21 +178,21 @@ def _show(panel: Panel) -> threading.Thread | None:
     return thread
 
 
-class Live:
-    """A panel while its run goes on: widgets, and the loop that serves them."""
+class LivePanel:
+    """The widgets of a panel while its run is active, and the loop that updates them."""
 
     def __init__(self, panel: Panel, handle: DisplayHandle) -> None:
         self.panel, self.handle, self._run = panel, handle, panel.run
         self._wishes: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._screen = Screen(panel.live_parts)
+        self._screen = ViewWidget(panel.live_parts)
         self._title = widgets.Label(panel.title)
         self._controls = panel.controls(panel.run, self._wishes.put)
         self._sentence = widgets.Label(layout={"display": "none"}, style={"text_color": "var(--jp-error-color1, red)"})
-        self._controls.buttons.children += (self._title,)  # at the end: nothing moves when it grows
+        self._controls.buttons.children += (self._title,)  # at the end, so that nothing moves when it grows
         self.box = widgets.VBox([self._controls.buttons, self._controls.knobs, self._sentence, self._screen])
 
     def follow(self) -> None:
-        """Until the run has ended; whatever happens, the widgets go and a still stays."""
+        """Update the widgets until the run has ended; then, even after an error, replace them by a still picture."""
         try:
             self.keep_up()
         finally:
@@ -202,11 +202,11 @@ class Live:
                 self.close()
 
     def keep_up(self, until: float = float("inf")) -> None:
-        """Send frames and carry out wishes until the run has ended, or until this moment of `time.monotonic`."""
+        """Send frames and carry out requests until the run has ended, or until this moment of `time.monotonic`."""
         done, due, drawn = False, 0.0, time.thread_time()
         while not done and time.monotonic() < until:
             asked = self._obey(PERIOD)
-            done = self._run.done  # asked before the events are taken in: the last picture must be complete
+            done = self._run.done  # asked before the events are read, so that the last picture is complete
             self._controls.mirror(self.panel.knobs)
             if asked or done or time.monotonic() >= due:
                 self.panel.take_in()
@@ -219,12 +219,12 @@ class Live:
         self._controls.disable()
         still = self.panel.bundle()
         self.handle.update(still, raw=True)
-        # a page that was loaded anew, or that will be, does not know the handle; it finds the box by its name
+        # a page that was or will be reloaded does not know the handle, but finds the box by its name
         if "text/html" in still and not self._screen.is_at_home(ANSWER):
             self.box.children = (widgets.HTML(still["text/html"]),)
 
     def close(self) -> None:
-        """The widgets go, but for a box that has the still in it."""
+        """Close all widgets except the box that holds the still picture."""
         shows_still = self._screen not in self.box.children
         close_all([self._controls.buttons, self._controls.knobs, self._sentence, self._screen])
         if not shows_still:
@@ -232,7 +232,7 @@ class Live:
             close_all([self.box])
 
     def _obey(self, wait: float) -> bool:
-        """Do what was asked for, if anything was; the first wish ends the wait for the next frame."""
+        """Carry out the requests that have arrived; the first one ends the wait for the next frame."""
         asked = False
         while True:
             try:
@@ -242,7 +242,7 @@ class Live:
             asked = True
             try:
                 wish()
-            except Exception as problem:  # whatever it is, the run goes on and its panel with it
+            except Exception as problem:  # whatever it is, the run and its panel continue
                 self._say(str(problem) or type(problem).__name__)
             else:
                 self._say("")

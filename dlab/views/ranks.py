@@ -1,4 +1,4 @@
-"""The ranks at a glance: running, waiting for whom, slow, paused, finished, dead; how far each is; and why all hang."""
+"""The ranks at a glance: running, waiting for whom, slow, paused, finished or dead; their steps; and why all hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.timeline import Timeline
 
-# how a state looks: its colour, and a sign for those who do not see colours
+# the appearance of a state: its colour, and a symbol for readers who do not see colours
 LOOKS = {
     "running": ("#009E73", "▶"),
     "waiting": ("#56B4E9", "…"),
@@ -27,7 +27,7 @@ LOOKS = {
     "dead": ("#D55E00", "✗"),
 }
 _UNKNOWN = ("#8a8a8a", "?")
-_COLUMN = 8  # ranks below each other; more of them stand in three columns
+_COLUMN = 8  # ranks in one column; more than these are shown in three columns
 _CHARACTERS, _SHORT = 88, 26  # in a line, and in one of three columns
 
 
@@ -35,8 +35,8 @@ _ON = {"running", "delayed", "paused"}  # states of a rank that has not ended
 
 
 class Ranks(View):
-    """A box per rank, from events of kind `state` (what became of it) and `log` (how far it is, and whom it waits for).
-    While no rank gets on, as events of kind `hang` say, what each waits for, and why that will not end.
+    """A box per rank, from events of kind `state` (what happened to it) and `log` (its step and whom it waits for). If
+    no rank makes progress, events of kind `hang` say what each waits for, and why that will not end.
 
     >>> Ranks([*run.states, *run.events])
     rank 0   waiting for rank 2   step 41
@@ -48,14 +48,14 @@ class Ranks(View):
     def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
         self._steps: dict[int, int | float | str] = {}
-        self._hangs: dict[int, str] = {}  # what each rank waits for, in words, while none gets on
-        self._why = ""  # that does not end
+        self._hangs: dict[int, str] = {}  # what each rank waits for, in words, while none makes progress
+        self._why = ""  # the reason of the hang
         self._timeline = timeline or Timeline()
-        self._shares_it = timeline is not None  # somebody else gives it its events
+        self._shares_it = timeline is not None  # another owner adds its events
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """The last state and the last step of each rank are what counts."""
+        """Add more events; the last state and the last step of each rank are shown."""
         arrived = self.take(events)
         if not self._shares_it:
             self._timeline.add(arrived)
@@ -70,7 +70,7 @@ class Ranks(View):
 
     @property
     def hang(self) -> str:
-        """Why no rank gets on, or got on when the run was ended; empty if they do."""
+        """Why no rank makes progress, or made progress when the run was ended; empty if there is no hang."""
         if not self._why:
             return ""
         on = any(self._states.get(rank, {"state": "running"})["state"] in _ON for rank in self._hangs)
@@ -78,15 +78,15 @@ class Ranks(View):
 
     @property
     def empty(self) -> bool:
-        """Is nothing known of any rank?"""
+        """Whether nothing is known of any rank."""
         return not self._states
 
     def name(self, rank: int) -> str:
-        """`rank 2`, or what its states say that it is."""
+        """Return `rank 2`, or the name that its states give, such as a server's."""
         return self._states[rank].get("name", f"rank {rank}")
 
     def rows(self) -> list[tuple[int, str, str, int | float | str | None]]:
-        """Rank, state, the state in words, and the last step, for each rank."""
+        """Return the number, the state, the state in words and the last step of each rank."""
         waiting, slow = self._timeline.waiting(), self._timeline.slow()
         rows = []
         for rank, last in sorted(self._states.items()):
@@ -104,19 +104,19 @@ class Ranks(View):
         return rows
 
     def figure(self) -> Figure:
-        """A coloured box per rank, side by side if there are many; a long sentence is folded, in lines of its own."""
+        """Draw a coloured box per rank, side by side if there are many; a long sentence is wrapped."""
         rows = self.rows()
         across = 1 if len(rows) <= _COLUMN else 3
-        cells, x, y = [], 0, 0.0  # column, line, and what stands there
+        cells, x, y = [], 0, 0.0  # column, line, text
         for rank, state, words, step in rows:
             text = fill(f"{_look(state)[1]} {words}{_at(step)}", _CHARACTERS)
             if across > 1 and len(text) > _SHORT and x:
                 x, y = 0, y + 1
             cells.append((x, y, rank, state, text))
             x = x + 1 if len(text) <= _SHORT and x + 1 < across else 0
-            y += 0 if x else 1 + 0.62 * text.count("\n")  # folded lines stand closer than boxes
+            y += 0 if x else 1 + 0.62 * text.count("\n")  # wrapped lines are closer together than boxes
         hang = fill(self.hang, _CHARACTERS)
-        under = y + bool(x)  # all of them
+        under = y + bool(x)  # the line below all boxes
         lines = max(1, under + bool(hang) + 0.62 * hang.count("\n"))
         figure = Figure(figsize=(7, 0.34 * lines + 0.1))
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 1), ylim=(lines, 0))
@@ -131,7 +131,7 @@ class Ranks(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """What the browser draws: a box for each rank."""
+        """Return what the browser draws: a box for each rank."""
         rows = []
         for rank, state, words, step in self.rows():
             colour, sign = _look(state)
@@ -140,12 +140,12 @@ class Ranks(View):
         return {"ranks": rows, "hang": self.hang}
 
     def sentence(self) -> str:
-        """All states in words."""
+        """List all states in words."""
         told = [f"{self.name(rank)} {words}{_at(step)}" for rank, _, words, step in self.rows()]
         return "; ".join([*told, self.hang] if self.hang else told) + "."
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the states as text for a terminal."""
         rows = [(self.name(rank), words, _at(step).strip(", ")) for rank, _, words, step in self.rows()]
         width = max((len(words) for _, words, _ in rows), default=0)
         lines = [f"{name:<8} {words:<{width}}  {step}" for name, words, step in rows]

@@ -21,10 +21,10 @@ from dlab.views.columns import Arrivals
 if TYPE_CHECKING:
     from dlab.data import DataPartitioner
 
-_LABELS = 60  # more bars than this do not make a readable row
+_LABELS = 60  # with more labels than this a row of bars is unreadable
 _TEXT_LABELS = 20
 _RANKS = 32  # rows of a set of shards, and of a tensor in the terminal
-_TENSORS = 12  # of which slices are drawn
+_TENSORS = 12  # tensors whose slices are drawn
 _BARS = "▁▂▃▄▅▆▇█"
 _INK = "#202020"
 
@@ -32,7 +32,7 @@ Slice = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 
 
 class HeldSamples(NamedTuple):
-    """What one rank holds of a data set: how many samples, and how many with each label."""
+    """One rank's part of a data set: the number of samples, in total and by label."""
 
     time: float
     samples: int
@@ -40,22 +40,22 @@ class HeldSamples(NamedTuple):
     labels: list[int | str]
 
 
-class Tensor:
-    """A tensor that is spread over the ranks: its shape, and the slice that each of them holds."""
+class SlicedTensor:
+    """A tensor that is spread over the ranks: its shape, and the slice that each rank holds."""
 
     def __init__(self, name: str, shape: Iterable[int]) -> None:
         self.name, self.shape = name, tuple(shape)
-        self.slices: dict[int, tuple[float, Slice]] = {}  # by rank: when it was told, and the slice
+        self.slices: dict[int, tuple[float, Slice]] = {}  # by rank: the time of the event, and the slice
 
     def parts(self) -> list[tuple[Slice, list[int]]]:
-        """Each different slice and the ranks that hold it; more than one, if it is replicated."""
+        """Return each different slice with the ranks that hold it; several if it is replicated."""
         parts: dict[Slice, list[int]] = {}
         for rank, (_, piece) in sorted(self.slices.items()):
             parts.setdefault(piece, []).append(rank)
         return sorted(parts.items(), key=lambda part: part[1])
 
     def sides(self) -> tuple[int | None, int | None]:
-        """The dimensions that are drawn downwards and to the right: those that are cut, if at most two are."""
+        """Return the dimensions drawn downwards and to the right: those that are cut, if at most two are."""
         every = range(len(self.shape))
         cut = [d for d in every if any(piece[d] != (0, self.shape[d]) for piece, _ in self.parts())]
         shown = sorted([*cut, *(d for d in every if d not in cut)][:2])
@@ -65,7 +65,7 @@ class Tensor:
 
     @property
     def drawable(self) -> bool:
-        """Can it be drawn as one rectangle? Not if it is cut in more than two dimensions."""
+        """Return whether it can be drawn as one rectangle, which needs cuts in at most two dimensions."""
         others = [d for d in range(len(self.shape)) if d not in self.sides()]
         return all(piece[d] == (0, self.shape[d]) for piece, _ in self.parts() for d in others)
 
@@ -74,7 +74,7 @@ class Tensor:
 
 
 class ShardView(View):
-    """The shards of data sets and the slices of tensors, as each rank told last, by events of kind `shard` and `slice`.
+    """The shards of data sets and the slices of tensors, from each rank's last events of kind `shard` and `slice`.
 
     `shard`: {"name": "train", "samples": 15000, "histogram": [samples with label 0, with label 1, …]}, with "labels"
     if they are not 0, 1, 2, …; `slice`: {"tensor": "w", "shape": [4, 6], "slice": [[0, 2], [0, 6]]}.
@@ -89,12 +89,12 @@ class ShardView(View):
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.shards: dict[str, dict[int, HeldSamples]] = {}  # by name of the data set and rank
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, SlicedTensor] = {}
         self._begun: float | None = None
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events; a rank that tells again replaces what it said before."""
+        """Add more events; a new report of a rank replaces its previous one."""
         if not (arrived := self.take(events)):
             return
         if self._begun is None:
@@ -110,20 +110,20 @@ class ShardView(View):
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 name, shape = data["tensor"], tuple(data["shape"])
                 if name not in self.tensors or self.tensors[name].shape != shape:
-                    self.tensors[name] = Tensor(name, shape)
+                    self.tensors[name] = SlicedTensor(name, shape)
                 piece = tuple((start, stop) for start, stop in data["slice"])
                 self.tensors[name].slices[event.rank] = moment, piece
 
     @property
     def empty(self) -> bool:
-        """Has no rank told what it holds?"""
+        """Whether no rank has reported what it holds."""
         return not self.shards and not self.tensors
 
-    def _drawn(self) -> list[Tensor]:
+    def _drawn(self) -> list[SlicedTensor]:
         return [tensor for tensor in self.tensors.values() if tensor.drawable][:_TENSORS]
 
     def figure(self) -> Figure:
-        """A row of bars per rank and data set; below, each tensor as a rectangle that is cut into its slices."""
+        """Draw a row of bars per rank and data set, and below them each tensor as a rectangle cut into its slices."""
         tensors = self._drawn()
         pairs = [tensors[start : start + 2] for start in range(0, len(tensors), 2)]
         heights = [0.5 + 0.42 * min(len(ranks), _RANKS) for ranks in self.shards.values()]
@@ -140,7 +140,7 @@ class ShardView(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """The rows of each data set and the rectangles of each tensor."""
+        """Return the rows of each data set and the rectangles of each tensor."""
         sets = []
         for name, ranks in self.shards.items():
             rows = [{"rank": rank, **shard._asdict()} for rank, shard in sorted(ranks.items())[:_RANKS]]
@@ -172,9 +172,9 @@ class ShardView(View):
         )
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
-            return "Shards: no rank has told what it holds yet."
+            return "Shards: no rank has reported what it holds yet."
         sentences = []
         for name, ranks in self.shards.items():
             counts = ", ".join(f"rank {rank} {shard.samples}" for rank, shard in sorted(ranks.items())[:_RANKS])
@@ -185,16 +185,16 @@ class ShardView(View):
         return " ".join(sentences)
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the shards and slices as text for a terminal."""
         if self.empty:
-            return "no rank has told what it holds yet"
+            return "no rank has reported what it holds yet"
         tables = [_shard_lines(name, ranks) for name, ranks in self.shards.items()]
         tables += [_slice_lines(tensor) for tensor in self.tensors.values()]
         return "\n\n".join("\n".join(lines) for lines in tables)
 
 
 def shard_events(partitioner: DataPartitioner, name: str = "train") -> list[Event]:
-    """The events that show how a `DataPartitioner` has dealt its data: one of kind `shard` per rank."""
+    """Return the events that show how a `DataPartitioner` has split its data: one of kind `shard` per rank."""
     now, events = time.time(), []
     for row in partitioner.table().rows:
         data = {"name": name, "samples": row.count}
@@ -205,7 +205,7 @@ def shard_events(partitioner: DataPartitioner, name: str = "train") -> list[Even
 
 
 def _shard_lines(name: str, ranks: dict[int, HeldSamples]) -> list[str]:
-    """A line per rank; all bars have the same scale."""
+    """Return a line per rank; all bars have the same scale."""
     rows = sorted(ranks.items())
     top = max((max(shard.histogram, default=0) for _, shard in rows), default=0)
     bars = max(len(shard.histogram) for _, shard in rows)
@@ -219,8 +219,8 @@ def _shard_lines(name: str, ranks: dict[int, HeldSamples]) -> list[str]:
     return [*lines, f"… {len(rows) - _RANKS} more ranks"] if len(rows) > _RANKS else lines
 
 
-def _slice_lines(tensor: Tensor) -> list[str]:
-    """A line per rank: its slice, and how much of the whole that is."""
+def _slice_lines(tensor: SlicedTensor) -> list[str]:
+    """Return a line per rank: its slice, and its share of the whole tensor."""
     whole, table = prod(tensor.shape), [[str(tensor), "slice", "elements", "of the whole"]]
     for rank, (_, piece) in sorted(tensor.slices.items())[:_RANKS]:
         count = prod(stop - start for start, stop in piece)
@@ -246,7 +246,7 @@ def _label_names(labels: list[int | str]) -> str:
 
 
 def _write(piece: Slice) -> str:
-    """As Python writes it: `[0:16, 392:784]`."""
+    """Write a slice in Python's notation: `[0:16, 392:784]`."""
     return f"[{', '.join(f'{start}:{stop}' for start, stop in piece)}]"
 
 
@@ -255,12 +255,12 @@ def _name(ranks: list[int]) -> str:
 
 
 def _few(ranks: list[int]) -> str:
-    """`0, 1, 2`, or where there is no room for all of them, `0 … 63`."""
+    """Write `0, 1, 2`, or `0 … 63` where there is no room for all ranks."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} … {ranks[-1]}"
 
 
 def _draw_shards(axes: Axes, name: str, ranks: dict[int, HeldSamples]) -> None:
-    """A row per rank, a bar per label, one scale for all of them."""
+    """Draw a row per rank and a bar per label, all on the same scale."""
     top = max((max(shard.histogram, default=0) for shard in ranks.values()), default=0) or 1
     widest = max(ranks.values(), key=lambda shard: len(shard.histogram))
     drawn = len(widest.histogram) <= _LABELS
@@ -285,13 +285,13 @@ def _draw_shards(axes: Axes, name: str, ranks: dict[int, HeldSamples]) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _height(tensor: Tensor) -> float:
-    """In inches."""
+def _height(tensor: SlicedTensor) -> float:
+    """Return the height of a tensor's picture in inches."""
     return 1.2 if tensor.sides()[0] is None else 2.3
 
 
-def _draw_tensor(axes: Axes, tensor: Tensor) -> None:
-    """The rectangle of the tensor; every slice has a colour and the numbers of the ranks that hold it."""
+def _draw_tensor(axes: Axes, tensor: SlicedTensor) -> None:
+    """Draw the rectangle of the tensor; every slice has a colour and the numbers of the ranks that hold it."""
     down, right = tensor.sides()
     for piece, ranks in tensor.parts():
         top, bottom = (0, 1) if down is None else piece[down]

@@ -1,4 +1,4 @@
-"""The package is the source: a notebook shows a function of dlab instead of repeating it."""
+"""Show the source of a function in a notebook, instead of repeating it there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Source:
-    """The text of a function; coloured in a notebook."""
+    """The source text of a function; a notebook shows it with syntax colours."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -21,5 +21,5 @@ class Source:
 
 
 def show_source(thing: Callable[..., Any] | type) -> Source:
-    """The source of a function or class, as it is in the package: `dlab.show_source(dlab.DataPartitioner)`."""
+    """Return the source of a function or class of the package: `dlab.show_source(dlab.DataPartitioner)`."""
     return Source(inspect.getsource(thing).rstrip())

@@ -1,4 +1,4 @@
-"""Staleness: how old the weights were on which the gradients were computed. Taught in `04_async_sgd.ipynb`."""
+"""Staleness: how old the weights were on which gradients were computed. Taught in `04_async_sgd.ipynb`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dlab.events import Event
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 
-_SHOWN = 12  # ranks with a row of their own
-_BINS = 40  # bars in a row, at most; a screen has no room for more
+_SHOWN = 12  # ranks with their own row
+_BINS = 40  # maximal number of bars in a row; a screen has no room for more
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class StalenessRow(NamedTuple):
-    """The updates of one rank, or of all (-1): how many of each staleness."""
+    """The updates of one rank, or of all ranks (-1): how many there were of each staleness."""
 
     name: str
     rank: int
@@ -40,10 +40,11 @@ class StalenessRow(NamedTuple):
 
 
 class Staleness(View):
-    """How stale the gradients were that each rank has applied, from `dlab.log(staleness=[0, 2, 1])`: a row per rank.
+    """The staleness of the gradients that each rank has applied, from `dlab.log(staleness=[0, 2, 1])`: a row per rank.
 
-    The staleness of an update is the number of updates that were in the weights it was applied to, and not in those
-    its gradient was computed on. Rows are shares of a rank's own updates, so that those of fast and slow ranks compare.
+    The staleness of an update is the number of updates that were in the weights it was applied to, but not in those on
+    which its gradient was computed. Rows are shares of a rank's own updates, so that fast and slow ranks can be
+    compared.
 
     >>> Staleness(run.events)
     rank 0    96 updates   mean  1.4   most  5   0 █▃▂▁▁▁ 5
@@ -53,29 +54,29 @@ class Staleness(View):
     reads = ("staleness",)
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.counts: dict[int, Counter[int]] = {}  # by rank: how many updates of each staleness
+        self.counts: dict[int, Counter[int]] = {}  # by rank: the number of updates of each staleness
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events."""
+        """Count the staleness of the updates in more events."""
         for rank, logged in self.take(events).logged.items():
             if logged.staleness:
                 self.counts.setdefault(rank, Counter()).update(logged.staleness)
 
     @property
     def empty(self) -> bool:
-        """Has no rank told of an update?"""
+        """Whether no rank has reported an update."""
         return not self.counts
 
     def rows(self) -> list[StalenessRow]:
-        """A row for each of the first ranks, and one for all together."""
+        """Return a row for each of the first ranks, and one for all ranks together."""
         rows = [StalenessRow(f"rank {rank}", rank, counts) for rank, counts in sorted(self.counts.items())[:_SHOWN]]
         if len(self.counts) > 1:
             rows.append(StalenessRow("all", -1, sum(self.counts.values(), Counter())))
         return rows
 
     def bars(self) -> tuple[int, np.ndarray]:
-        """How many values of staleness share a bar, and the heights: a row of shares for each of `rows()`."""
+        """Return how many values of staleness share a bar, and the heights: a row of shares for each of `rows()`."""
         highest = max((max(counts) for counts in self.counts.values()), default=0)
         width = -(-(highest + 1) // _BINS)
         shares = np.zeros((len(rows := self.rows()), highest // width + 1))
@@ -85,7 +86,7 @@ class Staleness(View):
         return width, shares
 
     def figure(self) -> Figure:
-        """A histogram per rank, below each other, on the same axis."""
+        """Draw a histogram per rank, one below the other, on the same axis."""
         rows, (width, shares) = self.rows(), self.bars()
         figure = Figure(figsize=(7, 0.9 + 0.62 * max(len(rows), 2)), layout="constrained")
         label = "staleness: updates that the gradient's weights did not have"
@@ -110,7 +111,7 @@ class Staleness(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """What the browser draws: a bar for each staleness."""
+        """Return what the browser draws: a bar for each staleness."""
         width, shares = self.bars()
         rows = [
             {
@@ -125,16 +126,16 @@ class Staleness(View):
         return {"width": width, "rows": rows, "ranks": len(self.counts)}
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
-            return "Staleness: no rank has told of an update yet."
+            return "Staleness: no rank has reported an update yet."
         means = "; ".join(f"{row.name} mean {row.mean:.1f}, most {row.most}" for row in self.rows())
         return f"How stale gradients were when they were applied, a histogram per rank: {means}."
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the histograms as text for a terminal."""
         if self.empty:
-            return "no rank has told of an update yet: dlab.log(staleness=[…])"
+            return "no rank has reported an update yet: dlab.log(staleness=[…])"
         width, shares = self.bars()
         last = width * shares.shape[1] - 1
         table = [(row.name, f"{row.updates}", f"{row.mean:.1f}", f"{row.most}") for row in self.rows()]
@@ -151,6 +152,6 @@ class Staleness(View):
 
 
 def _spark(shares: np.ndarray) -> str:
-    """A bar for each share; a dot for none: something, however little, is never drawn as nothing."""
+    """Draw a bar for each share and a dot for zero, so that a small share never looks like nothing."""
     heights = shares / shares.max() * (len(_BLOCKS) - 1)
     return "".join(_BLOCKS[round(height)] if share else "·" for share, height in zip(shares, heights, strict=True))

@@ -1,4 +1,4 @@
-"""Throughput: how many samples a second each rank gets through, and all of them together, as the run goes on."""
+"""Throughput: the samples per second of each rank, and of all ranks together, in the course of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dlab.events import Event
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals, GrowingTable
 
-_POINTS = 400  # of a line, at most; a screen has no more columns for it
-_SHOWN = 12  # ranks with a line of their own
-_DASHES = ("solid", "dashed", "dotted", "dashdot")  # ranks that keep step lie on each other: gaps let all be seen
+_POINTS = 400  # maximal number of points of a line; a screen has no more columns
+_SHOWN = 12  # ranks with their own line
+_DASHES = ("solid", "dashed", "dotted", "dashdot")  # lines of equally fast ranks overlap; gaps keep all visible
 _BARS = "▁▂▃▄▅▆▇█"
-_SPIKE = 1.5  # times what comes after it: then the start goes out of the picture
+_SPIKE = 1.5  # times the rates after it: then the peak at the start is cut off
 
 Rates = np.ndarray[Any, np.dtype[np.float64]]  # per moment; NaN where a rank has not finished two steps yet
 
@@ -24,8 +24,8 @@ Rates = np.ndarray[Any, np.dtype[np.float64]]  # per moment; NaN where a rank ha
 class Throughput(View):
     """Samples per second over the last `window` seconds, from `dlab.log(step=…, samples=…)`; without samples, steps.
 
-    The work of a step is spread evenly over the time since the rank's step before it, so that slow steps do not make
-    the line jump. A rank that has been silent for longer than the window falls to 0.
+    The work of a step is spread evenly over the time since the rank's previous step, so that slow steps do not make the
+    line jump. The rate of a rank that has logged nothing for longer than the window falls to 0.
 
     >>> Throughput(run.events)
     rank 0    4012 samples/s   mean 3987   ▆▇▇▇█▇▇▇
@@ -38,15 +38,15 @@ class Throughput(View):
         if not window > 0:
             raise ValueError(f"window={window!r}: throughput is counted over a number of seconds above 0")
         self.window = window
-        self.unit = "steps"  # until somebody tells samples
+        self.unit = "steps"  # until samples are logged
         self._begun: float | None = None
         self._end = 0.0
-        self._steps: dict[int, GrowingTable] = {}  # by rank, a row per step: its end, and the samples up to there
-        self._lines: tuple[Rates, list[tuple[str, Rates]]] | None = None  # unless more has come since they were made
+        self._steps: dict[int, GrowingTable] = {}  # by rank, a row per step: its end, and the samples up to then
+        self._lines: tuple[Rates, list[tuple[str, Rates]]] | None = None  # cached until more events arrive
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events; costs less than a microsecond each."""
+        """Add more events; costs less than a microsecond each."""
         if not (arrived := self.take(events)):
             return
         self._lines = None
@@ -63,15 +63,15 @@ class Throughput(View):
 
     @property
     def empty(self) -> bool:
-        """Has no rank logged two steps yet? The time of a step is what lies between two."""
+        """Whether no rank has logged two steps yet; the time of a step is measured between two logs."""
         return all(len(steps) < 2 for steps in self._steps.values())
 
     def rates(self) -> tuple[Rates, dict[int, Rates]]:
-        """Moments, in seconds since the first event, and by rank what it did per second in the window up to each."""
+        """Return moments, in seconds since the first event, and each rank's rate in the window before each moment."""
         begun = min((steps.rows[0, 0] for steps in self._steps.values()), default=0.0)
         pace = self.window / 50
         while (self._end - begun) / pace > _POINTS - 1:
-            pace *= 2  # moments stay where they were while a run grows, so that a live line does not tremble
+            pace *= 2  # moments stay where they are while a run grows, so that a live line does not flicker
         moments = np.append(np.arange(begun + pace, self._end, pace), self._end)
         return moments, {rank: self._rates_of(steps.rows, moments) for rank, steps in sorted(self._steps.items())}
 
@@ -79,16 +79,16 @@ class Throughput(View):
         ends, done = steps[:, 0], steps[:, 1] if self.unit == "samples" else np.arange(len(steps))
         last_step = ends[-1] - ends[-2] if len(ends) > 1 else 0.0
         if self._end - ends[-1] <= max(self.window, 2 * last_step):
-            moments = np.minimum(moments, ends[-1])  # it is in the middle of a step, not silent
+            moments = np.minimum(moments, ends[-1])  # the rank is in the middle of a step, not idle
         since = np.maximum(moments - self.window, ends[0])
         seconds = np.where(moments > ends[0], moments - since, np.nan)
         return (np.interp(moments, ends, done) - np.interp(since, ends, done)) / seconds
 
     def top(self) -> tuple[float, float | None]:
-        """The highest rate that is drawn, and the peak of the start if that is higher.
+        """Return the highest rate that is drawn, and the peak at the start if that is higher.
 
-        In the first moments few steps are divided by a short time: such a peak says little, and all else would lie
-        flat below it.
+        In the first moments few steps are divided by a short time: such a peak means little, and would flatten
+        everything else.
         """
         moments, lines = self.lines()
         rates = np.nan_to_num(np.array([rates for _, rates in lines]).reshape(len(lines), len(moments)))
@@ -98,7 +98,7 @@ class Throughput(View):
         return (late, highest) if 0 < _SPIKE * late < highest else (highest, None)
 
     def lines(self) -> tuple[Rates, list[tuple[str, Rates]]]:
-        """What is drawn: moments and (name, rates), of the first ranks and of all together."""
+        """Return the lines to draw: moments and (name, rates), of the first ranks and of all together."""
         if self.empty:
             return np.zeros(0), []
         if self._lines is None:
@@ -110,7 +110,7 @@ class Throughput(View):
         return self._lines
 
     def figure(self) -> Figure:
-        """A line per rank, told apart by colour and dashes, and a strong one for all."""
+        """Draw a line per rank, told apart by colour and dashes, and a strong line for all ranks."""
         figure = Figure(figsize=(7, 3.2), layout="constrained")
         moments, lines = self.lines()
         highest, _ = self.top()
@@ -130,18 +130,18 @@ class Throughput(View):
         return figure
 
     def note(self) -> str:
-        """What the picture does not show: a peak at the start, and ranks for which there is no room."""
+        """Say what the picture does not show: a peak at the start, and ranks for which there is no room."""
         _, peak = self.top()
         words = [f"▲ {_number(peak)} in the first moment"] if peak is not None else []
         return ", ".join([*words, *[f"{_SHOWN} of {len(self._steps)} ranks"] * (len(self._steps) > _SHOWN)])
 
     def _ranks(self) -> list[int]:
-        """Whose each of the lines is; -1 for all together."""
+        """Return the rank of each line, -1 for all together."""
         ranks, count = sorted(self._steps)[:_SHOWN], len(self.lines()[1])
         return [*ranks, -1][:count] if count > 1 else ranks[:count]
 
     def data(self) -> dict[str, Any]:
-        """The moments once, and the rates of every line."""
+        """Return the moments once, and the rates of every line."""
         moments, lines = self.lines()
         named = [
             {"name": name, "rank": rank, "rates": rates.astype(np.float32)}
@@ -151,14 +151,14 @@ class Throughput(View):
         return {**told, "time": moments.astype(np.float32), "lines": named}
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
             return "Throughput: no rank has logged two steps yet."
         latest = ", ".join(f"{name} {_number(rates[-1])}" for name, rates in self.lines()[1])
         return f"{self.unit.capitalize()} per second over time; the last are: {latest}."
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the rates as text for a terminal."""
         if self.empty:
             return "no rank has logged two steps yet"
         lines = self.lines()[1]
@@ -182,14 +182,14 @@ def _mean(rates: Rates) -> float:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter; a dash for what is not known."""
+    """Write three significant digits, or a dash for an unknown value."""
     if np.isnan(value):
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _spark(rates: Rates) -> str:
-    """A line in 30 block characters, from 0 to its highest."""
+    """Draw a line in 30 block characters, from 0 to its highest value."""
     known = np.nan_to_num(rates)
     picked = known[np.linspace(0, len(known) - 1, min(30, len(known))).astype(int)]
     heights = picked / (picked.max() or 1.0) * (len(_BARS) - 1)

@@ -1,4 +1,4 @@
-"""A timeline: what each rank did when. It computes, it sends, it waits; and by whom it was kept waiting."""
+"""A timeline of each rank: when it computes, sends and waits, and for whom it waits."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from matplotlib.figure import Figure
 from dlab.events import Event
 from dlab.views.base import View
 from dlab.views.columns import Arrivals, Column
-from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, State
+from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, LaneState
 
-SECONDS, STEPS = 5.0, 30  # shown unless asked otherwise: whichever is less
-WAITS, SLOW = 0.3, 1.5  # more than this share of its time; at least so many times as long as others compute
-_SENT = 6000  # steps, and messages, that go to the browser, over all ranks; the latest of each
+SECONDS, STEPS = 5.0, 30  # default extent: whichever is shorter
+WAITS, SLOW = 0.3, 1.5  # more than this share of its time; at least this many times as long as the others
+_SENT = 6000  # latest steps and messages that go to the browser, over all ranks
 _STATES = 50  # changes of state of a rank that go to the browser
 _LANES = 64  # ranks that are drawn
-_ROOMY = 12  # of them, that have room for two lines of text
+_ROOMY = 12  # with up to this many ranks, there is room for two lines of text
 
 
 class Shares(NamedTuple):
-    """Of a rank's time: the parts that add up to 1."""
+    """The shares of a rank's time, which add up to 1."""
 
     compute: float
     wait: float
@@ -32,11 +32,11 @@ class Shares(NamedTuple):
 
 
 class Timeline(View):
-    """A lane per rank, from what its steps tell (`dlab.log(step=…, compute=…, wait=…)`), messages and states.
+    """A lane per rank, from its logged steps (`dlab.log(step=…, compute=…, wait=…)`), messages and states.
 
-    Shows the last `seconds` before the last step ended; by default 5 s, or about 30 steps if they took less, and more
-    if a rank was done long before the others: its last steps are shown, too. A step ends when it is logged: before
-    that it waited, before that it computed, and first of all it slept, if `run.delay` had asked for that.
+    It shows the last `seconds` before the last step ended; by default 5 s, or about 30 steps if they took less, and
+    more if a rank finished long before the others, so that its last steps are visible. A step ends when it is logged:
+    before that it waited, before that it computed, and before that it slept if `run.delay` had asked for it.
 
     >>> Timeline(run.events)
     rank 0  compute   5 %  delay   0 %  wait  95 %  waits for rank 1
@@ -51,13 +51,13 @@ class Timeline(View):
             raise ValueError(f"seconds={seconds!r}: a timeline shows a number of seconds above 0")
         self._seconds = seconds
         self._begun: float | None = None
-        self._told = 0.0  # the last event of any kind
+        self._told = 0.0  # time of the last event of any kind
         self._lanes: dict[int, Lane] = {}
-        self._names: dict[int, str] = {}  # of those that are no ranks
+        self._names: dict[int, str] = {}  # names of lanes that are not ranks
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
-        """Take in more events; costs about a microsecond each."""
+        """Add more events; costs about a microsecond each."""
         if not (arrived := self.take(events)):
             return
         if self._begun is None:
@@ -75,7 +75,7 @@ class Timeline(View):
                 self._told = max(self._told, moment)
                 if "name" in data:
                     self._names[rank] = data["name"]
-                self._lane(rank).states.append(State(moment, data["state"], data.get("why", "")))
+                self._lane(rank).states.append(LaneState(moment, data["state"], data.get("why", "")))
         for source, messages in sent.items():
             self._lane(source).add_messages(messages)
 
@@ -89,17 +89,17 @@ class Timeline(View):
 
     @property
     def empty(self) -> bool:
-        """Has no rank told of its steps or messages?"""
+        """Whether no rank has reported steps or messages."""
         return all(lane.end is None for lane in self._lanes.values())
 
     @property
     def lanes(self) -> dict[int, Lane]:
-        """By rank, in order."""
+        """The lanes sorted by rank."""
         return dict(sorted(self._lanes.items()))
 
     @property
     def seconds(self) -> float:
-        """How many seconds are shown. A round number of them, so that a live picture keeps its scale."""
+        """The number of seconds shown; it is rounded, so that a live picture keeps its scale."""
         if self._seconds is not None:
             return self._seconds
         lasts = [lane.last() for lane in self._lanes.values() if len(lane.steps)]
@@ -110,12 +110,12 @@ class Timeline(View):
 
     @property
     def end(self) -> float:
-        """When the last step or message of any rank ended; if there is none, when the last state was told."""
+        """When the last step or message of any rank ended; if there is none, the time of the last state."""
         return max((end for lane in self._lanes.values() if (end := lane.end) is not None), default=self._told)
 
     @property
     def window(self) -> tuple[float, float]:
-        """The first and the last moment that are shown: so many seconds, or as many as show every rank's last steps."""
+        """Return the first and the last moment shown: `seconds` apart, or more to include every rank's last steps."""
         first = self.end - self.seconds
         if self._seconds is not None:
             return first, self.end
@@ -123,7 +123,7 @@ class Timeline(View):
         return min([first, *(end - self.seconds for end in done)]), self.end
 
     def shares(self) -> dict[int, Shares]:
-        """By rank the shares of computing, waiting and delay in what is shown; of a silent rank, in its last steps."""
+        """Return by rank the shares of computing, waiting and delay in what is shown; if idle, in its last steps."""
         shares, (first, _) = {}, self.window
         for rank, lane in self.lanes.items():
             shown = lane.since(first)
@@ -133,12 +133,12 @@ class Timeline(View):
         return shares
 
     def _lately(self) -> dict[int, Column]:
-        """The last few steps of the ranks that take part: seconds for itself, computing or asleep, and of waiting."""
+        """Return the last few steps of the active ranks: seconds of computing or delay, and seconds of waiting."""
         lasts = {rank: lane.last() for rank, lane in self.lanes.items() if lane.alive and len(lane.steps)}
         return {rank: np.stack([last[:, 1] + last[:, 3], last[:, 2]], axis=1) for rank, last in lasts.items()}
 
     def slow(self) -> list[int]:
-        """Ranks that compute or sleep at least 1.5 times as long as the others do, in the median of a few steps."""
+        """Return the ranks whose median time of computing and delay is at least 1.5 times that of the others."""
         computing = {rank: median(last[:, 0].tolist()) for rank, last in self._lately().items()}
         slow = []
         for rank, own in computing.items():
@@ -148,10 +148,10 @@ class Timeline(View):
         return slow
 
     def waiting(self) -> dict[int, int]:
-        """Who waits for whom. Nobody says so: it follows from the last few steps.
+        """Return who waits for whom. No event says so: it is inferred from the last few steps.
 
-        A rank that waits for more than 0.3 of its time waits for the one that waits least, if that one computes
-        at least 1.5 times as long as itself; else all of them wait for the transport.
+        A rank that waits for more than 0.3 of its time waits for the rank that waits least, if that one computes at
+        least 1.5 times as long; otherwise all of them wait for the transport.
         """
         sums = {rank: last.sum(axis=0) for rank, last in self._lately().items()}
         share = {rank: float(wait / (compute + wait or 1.0)) for rank, (compute, wait) in sums.items()}
@@ -165,7 +165,7 @@ class Timeline(View):
         return waiting
 
     def notes(self) -> dict[int, str]:
-        """What is worth saying of a rank: `waits for rank 1`, `slow`, `dead: killed`."""
+        """Return remarks by rank: `waits for rank 1`, `slow`, `dead: killed`."""
         waiting, slow = self.waiting(), self.slow()
         notes = {}
         for rank, lane in self.lanes.items():
@@ -176,7 +176,7 @@ class Timeline(View):
         return notes
 
     def figure(self) -> Figure:
-        """A lane per rank: computing is plain, waiting hatched, delay dotted; messages lie as thin bars below."""
+        """Draw a lane per rank: computing is plain, waiting hatched, delay dotted; messages are thin bars below."""
         lanes = dict(list(self.lanes.items())[:_LANES])
         roomy = len(lanes) <= _ROOMY
         figure = Figure(figsize=(7, 0.9 + (0.5 if roomy else 0.2) * max(len(lanes), 2)), layout="constrained")
@@ -211,7 +211,7 @@ class Timeline(View):
         return figure
 
     def data(self) -> dict[str, Any]:
-        """Per lane the latest steps, messages and states, as many as a browser can take in ten times a second."""
+        """Return each lane's latest steps, messages and states, as many as a browser can handle ten times a second."""
         shown = list(self.lanes.items())[:_LANES]
         notes, keep = self.notes(), _SENT // max(1, len(shown))
         lanes = [
@@ -228,17 +228,17 @@ class Timeline(View):
         return {"end": self.end, "seconds": self.seconds, "lanes": lanes, "ranks": len(self._lanes)}
 
     def sentence(self) -> str:
-        """What the picture shows."""
+        """Describe the picture in one sentence."""
         if self.empty:
-            return "Timeline: no rank has told of its steps yet."
+            return "Timeline: no rank has reported its steps yet."
         lines = "; ".join(" ".join(line.split()) for line in self.text().splitlines())
         first, last = self.window
         return f"What each rank did in the last {last - max(0.0, first):.3g} s: {lines}."
 
     def text(self) -> str:
-        """The same in characters."""
+        """Return the shares and remarks as text for a terminal."""
         if self.empty:
-            return "no rank has told of its steps yet: dlab.log(step=…, compute=…, wait=…)"
+            return "no rank has reported its steps yet: dlab.log(step=…, compute=…, wait=…)"
         shares, notes = self.shares(), self.notes()
         width = max(len(self._name(rank)) for rank in self._lanes)
         lines = []

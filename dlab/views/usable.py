@@ -1,6 +1,6 @@
-"""What a view can use of an event: fields of the right kind, numbers that can be drawn, and names that can be written.
+"""Check what a view can use of an event: fields of the right type, numbers in range, and printable names.
 
-Anybody can log anything, and a file can hold anything. What cannot be drawn is left out, and counted with its reason.
+A log or a file can contain anything. What cannot be drawn is left out, and counted with the reason.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import numpy as np
 
 from dlab.events import Event
 
-RANKS = 1 << 16  # more than this are not drawn
-ROUNDS = 1 << 20  # of collectives, of which each has a place
-WHOLE = 1 << 53  # up to here a float holds every whole number
-STEPS = 1 << 31  # that a browser gets as 32 bits
-LATEST = 1e12  # seconds: beyond it a clock cannot tell microseconds
-LARGEST = float(np.finfo(np.float32).max)  # a loss above it is infinite: weights and browsers have 32 bits
-_NAME, _SENTENCE = 80, 2000  # letters that are kept
+RANKS = 1 << 16  # higher ranks are not drawn
+ROUNDS = 1 << 20  # maximal number of rounds of collectives
+WHOLE = 1 << 53  # a float holds every whole number up to here
+STEPS = 1 << 31  # the browser gets steps as 32 bits
+LATEST = 1e12  # seconds: beyond this a float cannot resolve microseconds
+LARGEST = float(np.finfo(np.float32).max)  # a larger loss counts as infinite: weights and browsers use 32 bits
+_NAME, _SENTENCE = 80, 2000  # characters that are kept
 _PLURAL = {"samples", "norms", "bytes", "ranks", "labels"}
+_PHRASES = {noun: noun for noun in ("text", "numbers by layer")} | {"other rank": "another rank"}  # others take "a"
 
-# what is logged as a number: from and up to where it can be drawn
+# logged numbers: the range in which each can be drawn
 LIMITS = {
     "step": (-WHOLE, WHOLE),
     "loss": (-inf, inf),
@@ -34,7 +35,7 @@ Data = dict[str, Any]
 
 
 class Unusable(Exception):
-    """Nothing can be drawn of it: `what` concerns the views that read such events, `why` is for the reader."""
+    """An event that cannot be drawn: `what` names the views concerned, `why` is the reason for the reader."""
 
     def __init__(self, what: str, field: str, noun: str) -> None:
         super().__init__(what, field)
@@ -42,12 +43,12 @@ class Unusable(Exception):
 
 
 def reason(field: str, noun: str) -> str:
-    """`their loss is no number`."""
-    return f"their {field} {'are' if field in _PLURAL else 'is'} no {noun}"
+    """Return the reason, as in `their loss is not a number`."""
+    return f"their {field} {'are' if field in _PLURAL else 'is'} not {_PHRASES.get(noun, f'a {noun}')}"
 
 
 def number(value: Any) -> float | None:
-    """As a float; an integer that none can hold is infinite. None if it is no number."""
+    """Return a number as a float, infinite if it is too large for one; None if it is not a number."""
     if not isinstance(value, int | float):
         return None
     try:
@@ -57,7 +58,7 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any, most: int = _NAME) -> str | None:
-    """In letters that can be written, and not too many of them; None if it is no text."""
+    """Return a text with printable characters, cut to a maximal length; None if it is not a text."""
     if not isinstance(value, str):
         return None
     if len(value) > most:
@@ -68,7 +69,7 @@ def text(value: Any, most: int = _NAME) -> str | None:
 
 
 def usable(event: Event) -> Event:
-    """The event with what can be used of it; raises `Unusable`."""
+    """Return the event reduced to what can be used; raise `Unusable` if nothing can."""
     if _moment(event.time) is None:
         raise Unusable("", "time", "number of seconds")
     if _rank(event.rank) is None:
@@ -80,7 +81,7 @@ def usable(event: Event) -> Event:
 
 
 def usable_data(kind: str, data: Data) -> Data:
-    """The same for what an event of this kind has told; the same object, if all of it can be used."""
+    """Return the usable part of the data of an event of this kind; the same object if all of it is usable."""
     changed: Data = {}
     for field, (read, noun, needed) in _FIELDS.get(kind, {}).items():
         value = data.get(field)
@@ -160,7 +161,7 @@ def _span(value: Any) -> tuple[int, int] | None:
 
 
 def _waiting(value: Any) -> Data | None:
-    """Of one rank in a hang: what it waits for, in words."""
+    """Read one rank's part of a hang: what it waits for, in words."""
     if not isinstance(value, dict) or _rank(value.get("rank")) is None or not isinstance(value.get("words"), str):
         return None
     return {**value, "words": _sentence(value["words"])}
@@ -211,7 +212,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number that can be counted with, also if it is written as a float."""
+    """Return a whole number, also if it is written as a float."""
     if isinstance(value, float) and isfinite(value) and value.is_integer():
         value = int(value)
     return _count(value)

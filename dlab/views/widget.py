@@ -12,10 +12,11 @@ import traitlets
 from dlab.views.page import PagePart, pack, scripts, styles
 
 
-class Screen(anywidget.AnyWidget):
-    """`show(parts)` sends one binary message to every page that has it; a page that opens later waits for the next.
+class ViewWidget(anywidget.AnyWidget):
+    """`show(parts)` sends one binary message to every open page; a page that opens later waits for the next message.
 
-    What it is made with is in the widget itself: a page has it at once, and the panel its height from the start.
+    The initial parts are stored in the widget itself, so that a page has them at once and the panel does not change
+    height.
     """
 
     _esm = f"{scripts()}\nexport default {{ initialize, render }};"
@@ -25,19 +26,19 @@ class Screen(anywidget.AnyWidget):
     def __init__(self, parts: Sequence[PagePart] = ()) -> None:
         text, buffers = pack(parts)
         super().__init__(first={"text": text, "buffers": buffers})
-        self._pages: list[str] = []  # that have told their name, in this order
-        self._seen = threading.Event()  # the first of them has got the last frame
+        self._pages: list[str] = []  # names of the pages that have reported, in order
+        self._seen = threading.Event()  # set when the first page has received the last frame
         self.on_msg(self._on_message)
 
     def show(self, parts: Sequence[PagePart], last: bool = False) -> None:
-        """Replace what is on the screen; nothing comes after the last one."""
+        """Replace what is shown; no frame may follow the last one."""
         text, buffers = pack(parts)
         self.send({"text": text, "pages": self._pages, "last": last}, buffers)
 
     def is_at_home(self, seconds: float) -> bool:
-        """After the last frame: is it in the page where it was at first, and in no other one?
+        """Return, after the last frame, whether the widget is still in its first page and in no other.
 
-        A page answers to the last frame; so many seconds are waited for that. Where there was no page, none.
+        Waits up to this many seconds for a page to answer; it returns at once if there never was a page.
         """
         return not self._pages or (len(self._pages) == 1 and self._seen.wait(seconds))
 

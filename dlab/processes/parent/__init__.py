@@ -1,1 +1,1 @@
-"""The side of the notebook: clusters and runs, the thread that supervises them, and what a notebook needs."""
+"""The notebook's side: clusters and runs, the thread that supervises them, and the integration with Jupyter."""

@@ -21,14 +21,14 @@ from dlab.processes.parent.waiting import interruptible
 from dlab.processes.worker import context
 from dlab.processes.worker.main import TASK, WorkingDirectory
 
-MANY = 8  # workers to a core, of which more get a word of warning
+MANY = 8  # workers per core above which a warning is printed
 _numbers = count(1)
-_shared: dict[tuple[int, int], Cluster] = {}  # by workers and servers
-os.register_at_fork(after_in_child=_shared.clear)  # they are the parent's
+_shared: dict[tuple[int, int], Cluster] = {}  # by numbers of workers and servers
+os.register_at_fork(after_in_child=_shared.clear)  # they belong to the parent
 
 
 class InsideWorker(RuntimeError):
-    """A cluster was asked for something by one of its own workers, or by a function on its way there."""
+    """A cluster was used by one of its own workers, or by a function that was about to be sent to one."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -44,11 +44,11 @@ class Cluster:
     ...     cluster.run(lambda: dlab.rank() ** 2)
     [0, 1, 4, 9]
 
-    The first one takes the time of one `import torch` (1-2 s); a run on a standing cluster takes milliseconds.
-    `backend="auto"` is NCCL when there is a GPU for each worker, else gloo; "dlab" is this package's own, and
-    `dlab.backend.using(my_ring)` that with your all-reduce in it. `threads` per worker: cores // workers.
-    `timeout` is torch.distributed's own, for a single collective, in seconds. `servers` are processes of the same
-    kind that serve the workers of each run as parameter servers (`dlab.kvstore`); they are in no process group.
+    The first cluster takes the time of one `import torch` (1-2 s); a run on an existing cluster takes milliseconds.
+    `backend="auto"` is NCCL if there is a GPU for each worker, else gloo; "dlab" is this package's own backend, and
+    `dlab.backend.using(my_ring)` is that with your own all-reduce. `threads` per worker: cores // workers by default.
+    `timeout` is torch.distributed's own, for a single collective, in seconds. `servers` are additional processes that
+    act as parameter servers for the workers of each run (`dlab.kvstore`); they join no process group.
     """
 
     def __init__(
@@ -87,32 +87,33 @@ class Cluster:
             raise
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on every rank and give the results by rank.
+        """Run `fn(*args, **kwargs)` on every rank and return the results by rank.
 
         Raises `WorkerError` when a rank fails. After `timeout` seconds the run is stopped and `WorkerTimeout` names
-        the ranks that did not finish and what they were in.
+        the ranks that did not finish and where they were.
         """
         run = self._new_run(fn)
         try:
             with interruptible():
                 self._launch(run, fn, args, kwargs)
                 return run._wait(timeout, then_stop=True)
-        except KeyboardInterrupt:  # also one that comes before we wait
+        except KeyboardInterrupt:  # also one that comes before the wait
             run._on_interrupt()
             raise
 
     def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
-        """The same in the background: gives a `Run` at once.
+        """Start `fn(*args, **kwargs)` on every rank in the background, and return a `Run` at once.
 
-        A function with an attribute `survives` that is true goes on without ranks that have died, which give None; one
-        with an attribute `servers` needs a cluster with so many, and goes on with a new one when one has died if its
-        attribute `revives` is true. `checks` are functions by the name of a knob, which refuse values for it.
+        If the function's attribute `survives` is true, the run continues without ranks that have died, whose result is
+        None. An attribute `servers` is the number of servers that it needs; if `revives` is true, a server that dies is
+        replaced and the run continues. `checks` are functions by the name of a knob, which raise ValueError for a bad
+        value.
         """
         run = self._new_run(fn)
         try:
             with interruptible():
                 self._launch(run, fn, args, kwargs)
-        except KeyboardInterrupt:  # nobody will hold it
+        except KeyboardInterrupt:  # the caller never gets the run
             run.stop()
             raise
         return run
@@ -151,35 +152,35 @@ class Cluster:
             self._supervisor.launch(run, message, make)
 
     def make_room(self, cell: Cell) -> None:
-        """For a run that this cell is about to start: stop one that the same cell has started when it ran before.
+        """Stop a run that this cell started when it was executed before, so that the cell can start a new one.
 
-        Raises RuntimeError if another one goes on.
+        Raises RuntimeError if any other run is active.
         """
         other = self._supervisor.going
         if other is None:
             return
         if not other.cell.is_run_again_by(cell):
-            raise other.in_the_way()
+            raise other.busy_error()
         whole = other.part_of or other
         whole.stop()
-        print(f"{whole.name} was still running since this cell ran before: it is stopped, and a new run begins")
+        print(f"{whole.name} was still running from this cell's last execution: it was stopped, and a new run begins")
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank, then the servers'."""
+        """The process ids of the workers, by rank, followed by those of the servers."""
         return [worker.pid for worker in self._supervisor.workers]
 
     @property
     def closed(self) -> bool:
-        """Is it of no use any more?"""
+        """Whether the cluster can no longer be used."""
         return not self._supervisor.is_alive()
 
     def close(self) -> None:
-        """End the workers. Nothing of them stays."""
+        """End all workers; nothing is left behind."""
         self._close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise InsideWorker  # a function that uses it was to be sent to a worker
+        raise InsideWorker  # a function that uses it was about to be sent to a worker
 
     def __enter__(self) -> Cluster:
         return self
@@ -193,7 +194,7 @@ class Cluster:
 
 
 def cluster(workers: int = 4, servers: int = 0) -> Cluster:
-    """The shared warm cluster of this kernel: made once for each number of workers, reused by every cell."""
+    """Return the shared warm cluster of this kernel: made once for each number of workers, reused by every cell."""
     size = (workers, servers)
     if size not in _shared or _shared[size].closed:
         _shared[size] = Cluster(workers, servers=servers)
@@ -201,7 +202,7 @@ def cluster(workers: int = 4, servers: int = 0) -> Cluster:
 
 
 def make_room(workers: int, servers: int, cell: Cell) -> None:
-    """On the shared cluster of this size, if there is one."""
+    """Do the same on the shared cluster of this size, if there is one."""
     if shared := _shared.get((workers, servers)):
         shared.make_room(cell)
 

@@ -1,9 +1,9 @@
-"""Where workers come from: a server process that has imported torch once and forks a warm worker in milliseconds.
+"""Start workers from a server process that has imported torch once and forks a warm worker in milliseconds.
 
-The server belongs to this process alone and dies with it, whatever happens: the system signals the server when the
-thread that started it is gone, and each worker when the server is gone. So that this thread lives as long as the
-process, one thread starts everything (`run_in_spawner`). A fork of this process has none of these threads: it begins
-with a server and a directory of its own, and leaves those of its parent alone.
+The server belongs to this process alone and always dies with it: the system signals the server when the thread that
+started it ends, and each worker when the server ends. For that thread to live as long as the process, a single thread
+starts everything (`run_in_spawner`). A fork of this process has none of these threads: it makes a server and a
+directory of its own, and leaves those of its parent alone.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from typing import Any
 from dlab.processes.between import lifeline
 from dlab.processes.parent import output
 
-SESSION = "DLAB_SESSION"  # tells the server who its parent is, and which directory to remove when it leaves
-SERVER_DIED = 256  # stands for the exit code of a worker that went with its server: no process has this one
-LONGEST = 75  # bytes of a directory: a socket in one of its own must be found under a path of 107
-SHORT = ("/tmp", "/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""))  # where TMPDIR is too long, or is not there
-LOOK = 0.5  # seconds between two looks at a server that does not answer
-SLOW = 20.0  # seconds after which that is told
+SESSION = "DLAB_SESSION"  # passes the server its parent's process id, and the directory to remove at the end
+SERVER_DIED = 256  # stands for the exit code of a worker that died with its server; no process has this one
+LONGEST = 75  # bytes of a directory's path: the path of a socket inside it is limited to 107
+SHORT = ("/tmp", "/dev/shm", os.environ.get("XDG_RUNTIME_DIR", ""))  # used if TMPDIR is too long or missing
+LOOK = 0.5  # seconds between two checks of a server that does not answer
+SLOW = 20.0  # seconds after which a message says so
 
 
 class ServerDied(RuntimeError):
-    """No worker can be started."""
+    """No worker can be started, because the fork server died twice."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -56,9 +56,9 @@ class ServerDied(RuntimeError):
 
 
 class _ForkServer(forkserver.ForkServer):
-    """A fork server and the private directory in which its socket lies: who loses one needs both anew.
+    """A fork server and the private directory of its socket; if one is lost, both are made again.
 
-    It is not multiprocessing's shared one, which may run already, without torch.
+    multiprocessing's own shared server is not used, because it may already run without torch.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class _ForkServer(forkserver.ForkServer):
         self.directory = _make_directory()
 
     def ensure_running(self) -> None:
-        """Start it, unless it runs."""
-        # multiprocessing puts its own socket into the same place: one directory to remove
+        """Start the server unless it is running."""
+        # multiprocessing puts its own socket into the same directory, so that there is only one to remove
         process.current_process()._config["tempdir"] = str(self.directory)  # type: ignore[attr-defined]
         os.environ[SESSION] = f"{os.getpid()} {self.directory}"
         resource_tracker.ensure_running()  # before the next line, which it would undo
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it: an interrupt is not for it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the server, which ignores interrupts
         try:
             super().ensure_running()
         finally:
@@ -80,18 +80,18 @@ class _ForkServer(forkserver.ForkServer):
 
     @property
     def pid(self) -> int:
-        """Of its process, once it has been started."""
+        """The process id of the server, after it has been started."""
         pid: int = self._forkserver_pid  # type: ignore[attr-defined]
         return pid
 
     def retire(self) -> None:
-        """Let it leave when the last of its workers has, and remove what is left of its directory."""
+        """Let the server end with its last worker, and remove what is left of its directory."""
         os.close(self._forkserver_alive_fd)  # type: ignore[attr-defined]  # its workers hold the same pipe
         lifeline.remove_directory(self.directory)
 
 
 class _Session:
-    """What this process starts workers with. Except for `run`, all of it is for the spawner thread."""
+    """What this process needs to start workers. All of it except `run` is used only by the spawner thread."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -99,7 +99,7 @@ class _Session:
         self._lock = threading.Lock()
         self._begun = False
         self._server: _ForkServer | None = None
-        self._retired: list[int] = []  # servers, by process id
+        self._retired: list[int] = []  # process ids of retired servers
 
     def run(self, function: Callable[[], Any]) -> Future[Any]:
         with self._lock:
@@ -118,10 +118,10 @@ class _Session:
                 future.set_result(function())
             except BaseException as problem:
                 future.set_exception(problem)
-            del future, function  # while this waits, nobody holds what it was asked for
+            del future, function  # so that nothing is kept alive while this waits
 
     def server(self) -> _ForkServer:
-        """A server that runs; a new one if the last has died or lost its directory."""
+        """Return a running server; a new one if the last has died or lost its directory."""
         self._retired = [pid for pid in self._retired if not _has_ended(pid)]
         if self._server is not None and (not self._server.directory.is_dir() or _has_ended(self._server.pid)):
             self.retire_server()
@@ -163,16 +163,17 @@ def run_in_spawner(function: Callable[[], Any]) -> Future[Any]:
 
 
 def directory() -> Path:
-    """The private directory (mode 0700) of this process's clusters: sockets and rendezvous files, gone at the end.
+    """Return the private directory (mode 0700) of this process's clusters, for sockets and rendezvous files.
 
-    If somebody has removed it, a new one. It is in TMPDIR, or where sockets have a shorter path.
+    It is removed at the end of the process, and made again if it was removed before. It is in TMPDIR, or where paths
+    are shorter.
     """
     path: Path = run_in_spawner(lambda: _session.server().directory).result()
     return path
 
 
 def warm_up() -> None:
-    """Start the server in the background, so that the first cluster need not wait for its import of torch."""
+    """Start the server in the background, so that the first cluster need not wait for the import of torch."""
     run_in_spawner(lambda: _session.server())
 
 
@@ -180,7 +181,7 @@ def _make_directory() -> Path:
     if sys.platform != "linux":
         raise OSError(f"dlab's workers need Linux (this is {sys.platform}): on Windows use WSL, elsewhere a container")
     places = list(SHORT)
-    with contextlib.suppress(OSError):  # there is none that can be written to
+    with contextlib.suppress(OSError):  # none of the places is writable
         places.insert(0, tempfile.gettempdir())
     for place in places:
         if place and len(os.fsencode(place)) <= LONGEST:
@@ -195,7 +196,7 @@ def _make_directory() -> Path:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # somebody else has waited for it
+    except ChildProcessError:  # its end was collected elsewhere
         return True
 
 
@@ -205,10 +206,10 @@ def _close(*files: int) -> None:
 
 
 class Popen(popen_forkserver.Popen):
-    """Starts a process from our own server, and does not import the user's script in it.
+    """Starts a process from dlab's own server, and does not import the user's script in it.
 
-    Functions travel by value, so the worker has no need of `__main__`; a script without an
-    `if __name__ == "__main__"` guard works.
+    Functions are pickled by value, so a worker does not need `__main__`, and a script works without an
+    `if __name__ == "__main__"` guard.
     """
 
     def _launch(self, process_obj: process.BaseProcess) -> None:
@@ -232,7 +233,7 @@ class Popen(popen_forkserver.Popen):
     def _ask_server(self, message: memoryview) -> None:
         server = _session.server()
         self.sentinel, data = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        parent_alive = os.dup(data)  # while this end is open, the worker knows that we live
+        parent_alive = os.dup(data)  # while this end is open, the worker knows that the parent lives
         self.finalizer = util.Finalize(self, _close, (parent_alive, self.sentinel))
         try:
             with open(data, "wb") as file:
@@ -253,7 +254,7 @@ class Popen(popen_forkserver.Popen):
                 output.say("the process that starts workers is not ready yet: it imports torch …")
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, as far as there is one. Only the server hears of it, and tells us."""
+        """Return the exit code, if there is one; only the server learns it, and passes it on."""
         if self.returncode is None and connection.wait([self.sentinel], 0 if flag == os.WNOHANG else None):
             try:
                 self.returncode = forkserver.read_signed(self.sentinel)

@@ -1,4 +1,4 @@
-"""The parent's side of one worker: its process, its socket, and what it prints."""
+"""The parent's side of one worker: its process, its socket and its output."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dlab.processes.worker.main import Seat, WorkingDirectory, main
 
 
 class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  # type: ignore[misc]
-    """A torch.multiprocessing process that comes from dlab's own server."""
+    """A torch.multiprocessing process that is forked from dlab's own server."""
 
-    _start_method = None  # inside, multiprocessing starts processes as it does in the notebook
+    _start_method = None  # inside a worker, multiprocessing starts processes as in the notebook
 
     @staticmethod
     def _Popen(process_obj: process.BaseProcess) -> Popen:
         return Popen(process_obj)
 
     def start(self) -> None:
-        """Start from the spawner thread, whichever thread asks."""
+        """Start the process from the spawner thread, whichever thread asks."""
         run_in_spawner(self._start).result()
-        process._children.discard(self)  # type: ignore[attr-defined]  # or any fork's end would end it
+        process._children.discard(self)  # type: ignore[attr-defined]  # otherwise the end of any fork would end it
 
     def _start(self) -> None:
         config = process.current_process()._config  # type: ignore[attr-defined]
         daemon = config.get("daemon", False)
-        config["daemon"] = False  # as those of a Pool are, which may have no children: they might not end with them
+        config["daemon"] = False  # a daemon, like a Pool's processes, could not have children of its own
         try:
             super().start()
         finally:
@@ -49,7 +49,7 @@ class WorkerProcess(torch.multiprocessing.get_context("forkserver").Process):  #
 
 
 class WorkerHandle:
-    """A worker as the supervisor sees it."""
+    """A worker as seen by the supervisor."""
 
     def __init__(self, seat: Seat, control: ControlBlock, desk: SharedFile | None) -> None:
         self.rank = seat.rank
@@ -65,8 +65,8 @@ class WorkerHandle:
         self._closed = False
         try:
             self.process.start()
-            self.pid: int = self.process.pid  # known also when the process has gone
-            with contextlib.suppress(OSError):  # it has died already: its sentinel tells
+            self.pid: int = self.process.pid  # stays known after the process has ended
+            with contextlib.suppress(OSError):  # it has died already, which its sentinel reports
                 shared = [control.file] if desk is None else [control.file, desk.file]
                 socket.send_fds(self.channel, [b"!"], [out_end, err_end, self.stack, *shared])
                 with messages.Message(0, 0, (WorkingDirectory.here(), seat)) as message:
@@ -77,7 +77,7 @@ class WorkerHandle:
             os.close(err_end)
 
     def close(self) -> None:
-        """Kill the process, if it is still there, and let go of everything."""
+        """Kill the process, if it is still there, and release its resources."""
         if self._closed:
             return
         self._closed = True

@@ -1,8 +1,8 @@
-"""A hang names itself: when no rank has got on for five seconds, the cell says who waits for whom, and at which line.
+"""Report a hang: when no rank has made progress for five seconds, say who waits for whom, and at which line.
 
-A rank waits if it is in one of dlab's own waits, which say so in shared memory when they last, or if its stack is in
-one of torch.distributed's. One that computes, sleeps or is paused does not, and as long as there is one, the others
-wait for good reason.
+A rank waits if it is in one of dlab's own waits, which announce themselves in shared memory, or if its stack is in one
+of torch.distributed's. As long as a rank computes, sleeps or is paused, the others wait for good reason, and nothing
+is reported.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from dlab.processes.between.errors import name_ranks
 from dlab.processes.parent import stacks
 from dlab.processes.parent.handle import WorkerHandle
 from dlab.processes.parent.run_state import RunState
-from dlab.processes.parent.stacks import Where, knot
+from dlab.processes.parent.stacks import Where, explain_deadlock
 from dlab.processes.worker.main import WHERE
 
 SECONDS = 5.0  # without progress, before it is called a hang
-_FIRST = 0.6  # of these, before the stacks are looked at for the first time
-_IDLE = 0.1  # of a core: who uses more is not blocked in C, even if it looks so
+_FIRST = 0.6  # share of these seconds before the stacks are read for the first time
+_IDLE = 0.1  # share of a core: a rank that uses more is not blocked in C, even if it seems so
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Watch:
-    """Looks at one run again and again; tells of a hang, updates what it has told, and takes it back."""
+class HangDetector:
+    """Checks one run repeatedly; reports a hang, updates the report, and withdraws it."""
 
     def __init__(self, state: RunState, control: ControlBlock, workers: Sequence[WorkerHandle]) -> None:
         self._state, self._run, self._control, self._workers = state, state.run, control, workers
-        self._progress: Any = None  # differs when something has got on
+        self._progress: Any = None  # changes when any rank makes progress
         self._told = ""
-        self._begin_anew(time.monotonic())
+        self._reset(time.monotonic())
 
-    def _begin_anew(self, now: float) -> None:
+    def _reset(self, now: float) -> None:
         self._since, self._next = now, now + _FIRST * SECONDS
         self._places: dict[int, Where] | None = None
         self._used: dict[int, float] = {}
         self._looked = now
         if self._told:
-            self._take_back()
+            self._withdraw()
 
     def where(self) -> dict[int, Where]:
-        """Where each rank that has not returned is now, and each server that is not idle. Takes at most a second."""
+        """Return where each rank that has not returned is, and each server that is not idle. Takes at most a second."""
         busy = self._busy()
         files, pids = {worker.rank: worker.stack for worker in busy}, {worker.rank: worker.pid for worker in busy}
         places = {rank: self._add_whom(rank, where) for rank, where in stacks.ask(files, pids, WHERE).items()}
@@ -59,14 +59,14 @@ class Watch:
         }
 
     def missing(self, late: Collection[int]) -> dict[int, Where]:
-        """Who did not come, so that a wait of these ranks has run out of time; empty if nobody is still at work."""
+        """Return the ranks for which these ranks waited until their time was up; empty if no rank is still at work."""
         others = {rank: where for rank, where in self.where().items() if rank not in late and not where.returned}
         waited = {rank: self._add_whom(rank, Where("", waits=True, told=True)) for rank in late}
         named = stacks.culprits({**others, **waited})
         return {rank: others[rank] for rank in stacks.in_order(others) if rank in named}
 
     def look(self) -> None:
-        """To be called often; reads some numbers, and asks for stacks only when nothing has moved for seconds."""
+        """Check for a hang; cheap enough to be called often: stacks are read only after seconds without progress."""
         now = time.monotonic()
         if self._state.stop_at is not None:
             return
@@ -74,7 +74,7 @@ class Watch:
         progress = (len(self._run._history), len(self._state.ended), self._state.revived, sinces)
         if self._run.paused or progress != self._progress:
             self._progress = progress
-            self._begin_anew(now)
+            self._reset(now)
         elif now >= self._next:
             self._look_closely(now)
 
@@ -91,24 +91,24 @@ class Watch:
                 same = where == before.get(rank) and self._used[rank] - used.get(rank, 0.0) < limit
                 blocked = blocked and (same or self._waits_itself(rank))
         if not (blocked and idle):
-            self._begin_anew(now)
+            self._reset(now)
         elif before is None:
             self._next = self._since + SECONDS
         else:
             self._next = now + SECONDS
-            self._tell(now - self._since)
+            self._report(now - self._since)
 
     def _busy(self) -> list[WorkerHandle]:
         return [worker for worker in self._workers if worker.busy and worker.process.exitcode is None]
 
     def _waits_itself(self, rank: int) -> bool:
-        """Does its main thread say that it waits?"""
+        """Return whether the rank's main thread has announced a wait."""
         return bool(self._control.waits[rank][0].since(time.monotonic()))
 
     # --- whom they wait for
 
     def _add_whom(self, rank: int, where: Where) -> Where:
-        """What a rank says itself; if its main thread says nothing but is in a collective, what another one says."""
+        """Add whom a rank waits for, as its main thread or, in a collective, another of its threads announces."""
         now = time.monotonic()
         mine, *others = (slot.read(now) for slot in self._control.waits[rank])
         wait = (mine if where.told else None) or min(filter(None, others), default=None)
@@ -122,7 +122,7 @@ class Watch:
         )
 
     def _line(self, rank: int, where: Where) -> str:
-        """The user's, or, where dlab's own function was given, the step."""
+        """Return the user's line, or the step if a function of dlab's own runs."""
         if where.line:
             return where.line
         records, _ = self._run._history.since(0)
@@ -133,7 +133,7 @@ class Watch:
         return ""
 
     def _ranks_of(self, wait: Wait) -> tuple[int, ...]:
-        """As the cluster numbers them: a group of some ranks has numbers of its own, but processes have one each."""
+        """Return the ranks in the numbering of the cluster; a subgroup has its own numbers."""
         known = {worker.pid: worker.rank for worker in self._workers}
         return tuple(sorted(known.get(pid, rank) for rank, pid in zip(wait.ranks, wait.pids, strict=True)))
 
@@ -142,13 +142,13 @@ class Watch:
 
     # --- telling
 
-    def _tell(self, seconds: float) -> None:
+    def _report(self, seconds: float) -> None:
         places = self._places or {}
         alike: dict[str, list[int]] = {}
         for rank, where in places.items():
             alike.setdefault(where.sentence.removeprefix("waiting "), []).append(rank)
         waits = [f"{self._name(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {how}" for how, ranks in alike.items()]
-        why = knot(places, self._run._ends(places), self._run.ranks)
+        why = explain_deadlock(places, self._run._ends(places), self._run.ranks)
         told = "\n".join([*waits, why] if why else waits)
         if told != self._told:
             ranks = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
@@ -157,7 +157,7 @@ class Watch:
         self._run.cell.rewrite(text + "The run goes on: an interrupt or run.stop() ends it", changed=told != self._told)
         self._told, self._seconds = told, seconds
 
-    def _take_back(self) -> None:
+    def _withdraw(self) -> None:
         self._run.cell.rewrite(
             f"the run went on after {self._seconds:.0f} s without progress:\n{self._told}", changed=True
         )
@@ -165,12 +165,12 @@ class Watch:
         self._told = ""
 
     def end(self) -> None:
-        """The run is over: what was told is the past."""
+        """Put the report into the past tense, since the run is over."""
         if self._told and (self._run._stopped or self._run._error is not None):
             text = f"no rank had made progress for {self._seconds:.0f} s:\n{self._told}"
             self._run.cell.rewrite(text, changed=False)
         elif self._told:
-            self._take_back()
+            self._withdraw()
 
     def _note(self, why: str, ranks: list[dict[str, Any]], seconds: float) -> None:
         told = {"why": why, "ranks": ranks, "seconds": seconds}
@@ -178,7 +178,7 @@ class Watch:
 
 
 def _seconds_of(pid: int) -> float:
-    """That all threads of a process have computed so far."""
+    """Return the seconds that all threads of a process have computed so far."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""`%%workers`: a cell that runs on every worker, in a namespace that lasts, as ipyparallel's `%%px` does.
+"""`%%workers`: a cell that runs on every worker, in a namespace that persists, like ipyparallel's `%%px`.
 
 %load_ext dlab
 
@@ -29,7 +29,7 @@ _numbers = count(1)
 
 
 class ByRank(list[Any]):
-    """Results by rank, shown a rank a line."""
+    """Results by rank, shown with one rank per line."""
 
     def __init__(self, values: Sequence[Any], ranks: Sequence[int]) -> None:
         super().__init__(values)
@@ -41,22 +41,22 @@ class ByRank(list[Any]):
 
 @magics_class
 class WorkersMagic(Magics):
-    """Remembers how many workers the last cell used."""
+    """The cell magic; it remembers how many workers the last cell used."""
 
     workers = 4
 
     @magic_arguments()
-    @argument("-n", "--workers", type=int, help="how many workers (default: as in the cell before, at first 4)")
+    @argument("-n", "--workers", type=int, help="how many workers (default: as in the previous cell, or 4)")
     @argument("-t", "--targets", help="only these ranks, as in 0,2; the others do nothing")
     @argument("--noblock", action="store_true", help="return at once with a Run")
     @cell_magic("workers")  # type: ignore[arg-type]
     def run_on_workers(self, line: str, cell: str) -> ByRank | Run | None:
-        """Run this cell on every worker; the value of its last line comes back by rank."""
+        """Run this cell on every worker, and return the value of its last line by rank."""
         options = parse_argstring(self.run_on_workers, line)
         workers = self.workers if options.workers is None else options.workers
         targets = _ranks(options.targets, workers)
         filename = f"<workers cell {next(_numbers)}>"
-        # tracebacks are put together here, so this is where the cell's lines must be known
+        # tracebacks are assembled in this process, so the cell's lines must be known here
         linecache.cache[filename] = (len(cell), None, cell.splitlines(keepends=True), filename)
         run = cluster(workers).start(_only_on(targets), cell, filename)
         self.workers = workers

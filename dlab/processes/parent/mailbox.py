@@ -1,4 +1,4 @@
-"""Questions to a thread from other threads: they wait, the thread wakes up and answers in its own time."""
+"""Calls from other threads into one thread: the callers wait while that thread answers one after another."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Functions that other threads want to have called in the owner's thread."""
+    """Functions that other threads want the owner's thread to call."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._requests: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.semaphore, self._button = (
-            socket.socketpair()
-        )  # the owner watches the semaphore together with its other files
+        self.wakeups, self._waker = socket.socketpair()  # the owner watches the first
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Have the owner call a function; gives what it returns or raises."""
+        """Let the owner call a function, and return its result or raise its error."""
         self.check_process()
         future: Future[T] = Future()
         self._requests.append((future, function))
         try:
-            self._button.send(b"!")
+            self._waker.send(b"!")
         except OSError:
             raise RuntimeError("this cluster is closed: make a new one with dlab.Cluster(…)") from None
         return future.result()
 
     def check_process(self) -> None:
-        """Refuse a fork, which has no such thread: nobody would answer."""
+        """Refuse to be used in a fork of the process, where the owner's thread does not exist."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this cluster belongs to process {self._process}, of which this one is a fork: "
                 "make one for this process with dlab.Cluster(…)"
             )
 
-    def ring(self) -> None:
-        """Wake the owner."""
-        with contextlib.suppress(OSError):  # gone already
-            self._button.send(b"!")
+    def wake(self) -> None:
+        """Wake the owner from its wait, so that it looks at the queue."""
+        with contextlib.suppress(OSError):  # closed already
+            self._waker.send(b"!")
 
-    def hush(self) -> None:
-        """The owner has woken up."""
-        self.semaphore.recv(1 << 12)
+    def clear_wakeups(self) -> None:
+        """Discard the wake-up bytes, after the owner has woken up."""
+        self.wakeups.recv(1 << 12)
 
     def answer(self, ready: Callable[[], bool]) -> None:
-        """For the owner: call what was asked for, as long as it is ready for the next one."""
+        """Call the waiting functions, as long as `ready()` is true; for the owner."""
         while self._requests and ready():
             future, function = self._requests.popleft()
             try:
@@ -61,7 +59,7 @@ class Mailbox:
                 future.set_exception(problem)
 
     def close(self) -> None:
-        """Answer what is left and refuse what comes."""
-        self._button.close()
+        """Answer the calls that are left and refuse new ones."""
+        self._waker.close()
         self.answer(lambda: True)
-        self.semaphore.close()
+        self.wakeups.close()

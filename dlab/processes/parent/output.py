@@ -1,4 +1,4 @@
-"""What workers print appears in the cell that called them, line by line, as `[rank 2] …`."""
+"""Show the output of workers in the cell that called them, line by line, as `[rank 2] …`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import sys
 import time
 from collections.abc import Sequence
 
-BAR_SECONDS = 5.0  # a progress bar that is still being redrawn is shown this often
+BAR_SECONDS = 5.0  # a progress bar that keeps changing is shown at this interval
 _UP = "\x1b[A"
-_CURSOR = re.compile(r"\x1b\[\d*[A-HJKSTf]")  # moves of the cursor: they would garble the other ranks' lines
+_CURSOR = re.compile(r"\x1b\[\d*[A-HJKSTf]")  # cursor movements would garble the other ranks' lines
 
 
 class LineReader:
-    """The reading end of a worker's stdout or stderr: cuts the stream into lines.
+    """The reading end of a worker's stdout or stderr, which splits the stream into lines.
 
-    A carriage return starts the line again, as on a terminal, so a progress bar comes out as its last state. A bar
-    inside a bar is drawn one line below and the cursor goes up again: it is left out, and the outer bar goes on.
+    A carriage return restarts the line, as on a terminal, so that only the last state of a progress bar is shown. A
+    nested bar is drawn one line below before the cursor goes up again: it is left out, and the outer bar continues.
     """
 
     def __init__(self, rank: int, file: int) -> None:
         self.rank, self.file = rank, file
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         self._line = ""
-        self._above: list[str] = []  # bars that have ended, or from which the cursor has only gone down for a moment
+        self._above: list[str] = []  # bars that have ended, or that the cursor has only left for a moment
         self._bar_shown = time.monotonic()
         os.set_blocking(file, False)
 
     def read(self) -> tuple[list[str], bool]:
-        """The complete lines that have come in, and whether the stream goes on."""
+        """Return the complete lines that have arrived, and whether the stream continues."""
         lines: list[str] = []
         while True:
             try:
@@ -44,7 +44,7 @@ class LineReader:
                 return lines, True
 
     def flush(self) -> list[str]:
-        """The last line, if it has no end."""
+        """Return the last line, if it is unfinished."""
         line, self._line = self._shown(self._line), ""
         return self._take_bars() + ([line] if line else [])
 
@@ -61,7 +61,7 @@ class LineReader:
                 lines += [*self._take_bars(), self._shown(line)]
         self._line = self._back_up(self._line)
         if self._line.count("\r") > 1:
-            lines += self._take_bars()  # the next bar is being redrawn: those above were at their end
+            lines += self._take_bars()  # the next bar is being redrawn, so those above are finished
         if "\r" in self._line:
             self._line = "\r" + self._shown(self._line) + ("\r" if self._line.endswith("\r") else "")
             if time.monotonic() - self._bar_shown > BAR_SECONDS:
@@ -70,7 +70,7 @@ class LineReader:
         return lines
 
     def _back_up(self, line: str) -> str:
-        """If the cursor went down to draw this and up again, it is on the bar above."""
+        """Return to the bar above, if the cursor went down to draw this line and then up again."""
         while self._above and _UP in line:
             line = self._above.pop() + line.partition(_UP)[2]
         return line
@@ -85,9 +85,9 @@ class LineReader:
 
 
 def relay(readers: Sequence[tuple[LineReader, LineReader]], to_the_end: bool = False) -> list[LineReader]:
-    """Print what has come in, by rank, stdout before stderr; gives the readers that have ended.
+    """Print what has arrived, by rank, stdout before stderr; returns the readers that have ended.
 
-    What was written earlier is never shown later than what followed it.
+    The order in which a rank wrote its lines is kept.
     """
     ended = []
     for error in (False, True):
@@ -105,12 +105,12 @@ def relay(readers: Sequence[tuple[LineReader, LineReader]], to_the_end: bool = F
 
 
 def say(text: str) -> None:
-    """Print a line of dlab's own."""
+    """Print a message of dlab itself."""
     print(f"dlab: {text}", file=sys.stderr, flush=True)
 
 
 def show(lines: list[tuple[int, str]], error: bool) -> None:
-    """Print lines of (rank, text)."""
+    """Print lines given as (rank, text)."""
     if lines:
         stream = sys.stderr if error else sys.stdout
         stream.write("".join(f"[rank {rank}] {text}\n" for rank, text in lines))

@@ -1,6 +1,6 @@
-"""The workers of a cluster: they start, form a process group, tell that they are ready, die, and are replaced.
+"""The workers of a cluster: they start, form a process group, report that they are ready, die, and are replaced.
 
-What they do in a run is none of its business: `supervisor` looks after that, and calls everything here from its thread.
+Runs are not handled here: `supervisor` does that, and calls everything in this module from its thread.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FORM = {
     "gloo": 20.0,
     "dlab": 20.0,
     "nccl": 60.0,
-}  # seconds to form a group; a rank that takes longer hangs in the one before
-SLOW = 5.0  # seconds to form a group, after which it is told who is missing
+}  # seconds to form a group; a rank that takes longer still hangs in the last run
+SLOW = 5.0  # seconds to form a group, after which the missing ranks are named
 STATES = defaultdict(
     lambda: "not heard from",
     {"D": "waits for a disk or a device", "R": "busy", "S": "waits", "t": "stopped by a debugger"},
-)  # of a process, as `lifeline.state_of` gives them
-STARTS = 3  # workers that die this often in a row before they are ready will not come up at all
+)  # states of a process, as `lifeline.state_of` returns them
+STARTS = 3  # workers that die this often in a row before they are ready will never start
 _numbers = count(1)
 
 
 class WorkerPool:
-    """A worker on each seat. What happens to one is given to a run first, if one is there to take it:
-    `answered(worker, message)` and `died(worker)` say whether it was. `give_up(reason)` is called when it is hopeless.
+    """A worker on each seat. A run gets the events of a worker first: `answered(worker, message)` and `died(worker)`
+    return whether it took them. `give_up(reason)` is called when the cluster cannot be used any more.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class WorkerPool:
         give_up: Callable[[str], None],
     ) -> None:
         self.workers: list[WorkerHandle] = []
-        self.came_up = threading.Event()  # for other threads: the first group stands, or never will
+        self.came_up = threading.Event()  # for other threads: the first group is complete, or never will be
         self.lost: set[int] = set()  # ranks to be replaced between runs
         self._seats, self._timeout, self._control, self._desk, self._selector = seats, timeout, control, desk, selector
         self._answered, self._died, self._give_up = answered, died, give_up
         self._group = 0
         self._name = f"cluster-{next(_numbers)}"
-        self._rendezvous = directory() / self._name  # raises OSError where there is no room for one
-        self._met_in_file = False  # does the group stand, and need its file?
-        self._began = 0.0  # to form the group
-        self._told = False  # that it takes long
+        self._rendezvous = directory() / self._name  # raises OSError if it cannot be made
+        self._met_in_file = False  # is the group complete, and does it need its file?
+        self._began = 0.0  # when forming the group began
+        self._told = False  # has it been reported that forming the group takes long?
         self._false_starts = 0
 
     # --- forming a group
 
     def form(self, fresh: list[int]) -> None:
-        """Put new workers on these seats, and let all ranks form a new process group."""
+        """Start new workers on these seats, and let all ranks form a new process group."""
         for rank in fresh:
             self._fill(rank)
         self._group += 1
@@ -81,7 +81,7 @@ class WorkerPool:
                     message.send(worker.channel)
 
     def _fill(self, rank: int) -> WorkerHandle:
-        """Put a new worker on a seat."""
+        """Start a new worker on a seat."""
         worker = WorkerHandle(self._seats[rank], self._control, self._desk)
         self.workers[rank : rank + 1] = [worker]
         self._selector.register(worker.channel, selectors.EVENT_READ, lambda: self._on_message(worker))
@@ -91,7 +91,7 @@ class WorkerPool:
         return worker
 
     def replace_server(self, rank: int) -> WorkerHandle:
-        """In the middle of a run: it is in no group, so nobody else need know."""
+        """Replace a server during a run; it is in no group, so the other processes are not affected."""
         self.show_output()
         self._forget(self.workers[rank])
         worker = self._fill(rank)
@@ -100,7 +100,7 @@ class WorkerPool:
 
     @property
     def has_formed(self) -> bool:
-        """Has everybody joined the group?"""
+        """Return whether all workers have joined the group."""
         return all(worker.ready == self._group for worker in self.workers)
 
     @property
@@ -108,9 +108,9 @@ class WorkerPool:
         return FORM[self._seats[0].backend]
 
     def look_after_group(self) -> None:
-        """Between runs: wake who is stopped, and replace who does not join, because it waits for a collective that
-        nobody else takes part in. If somebody has removed the group's file, all form a new one: ranks look each other
-        up in it when they first speak.
+        """Repair the group between runs: resume stopped workers, and replace those that do not join because they still
+        wait for a collective of the last run. If the group's file was removed, all form a new group, because ranks look
+        each other up in it when they first communicate.
         """
         if self.has_formed:
             if self._met_in_file and not self.lost and not self._rendezvous.exists():
@@ -138,10 +138,10 @@ class WorkerPool:
         output.say(f"{names} {'have' if len(missing) > 1 else 'has'} not joined the others yet ({', '.join(states)}) …")
 
     def replace_lost(self) -> None:
-        """Between runs, after all messages of a round, some of which may have come from those that are replaced."""
+        """Replace lost workers between runs, after all messages of this round, some of which may be theirs."""
         if self.lost:
             ranks, self.lost = sorted(self.lost), set()
-            self.show_output()  # their last words
+            self.show_output()  # their last output
             for rank in ranks:
                 self._forget(self.workers[rank])
             self.form(ranks)
@@ -155,14 +155,14 @@ class WorkerPool:
     # --- hearing from workers
 
     def show_output(self) -> None:
-        """Print what they have printed."""
+        """Print the workers' new output."""
         for reader in output.relay([worker.readers for worker in self.workers]):
             with contextlib.suppress(KeyError):
-                self._selector.unregister(reader.file)  # it has ended
+                self._selector.unregister(reader.file)  # the stream has ended
 
     def _on_message(self, worker: WorkerHandle) -> None:
         message = messages.receive(worker.channel)
-        if message is None:  # the process is gone or going: its sentinel tells how
+        if message is None:  # the process is ending; its sentinel reports how
             self._selector.unregister(worker.channel)
         elif message.tag == READY:
             self._on_ready(worker, message.number)
@@ -180,36 +180,36 @@ class WorkerPool:
             self._remove_rendezvous(keep=self._rendezvous)
 
     def _on_refusal(self, worker: WorkerHandle, report: Report) -> None:
-        """A worker could not join: hopeless if it is the first time, else a matter of this one worker."""
+        """Handle a worker that could not join: give up if it was the first group, otherwise replace this worker."""
         if not self.came_up.is_set():
             self._give_up(f"the workers could not form a group: {report.message}")
-        self._lose_with_those_who_wait(worker)
+        self._lose_with_waiting_ranks(worker)
 
     def _on_death(self, worker: WorkerHandle) -> None:
         self._selector.unregister(worker.process.sentinel)
         worker.process.join()
         if self._died(worker):
             return
-        self._lose_with_those_who_wait(worker)
+        self._lose_with_waiting_ranks(worker)
         self._false_starts += worker.ready != self._group
         if self._false_starts >= STARTS:
             where = "again and again while it started"
             self._give_up(str(errors.died(worker.rank, worker.process.exitcode, where, self._seats[0].ranks)))
 
-    def _lose_with_those_who_wait(self, worker: WorkerHandle) -> None:
-        """Replace it, and with it those that still wait for it in a group that will not come."""
+    def _lose_with_waiting_ranks(self, worker: WorkerHandle) -> None:
+        """Replace the worker, and the workers that still wait for it in a group that will never be complete."""
         self.lost |= {other.rank for other in self.workers if other is worker or other.ready != self._group}
 
     # --- the end
 
     def close(self) -> None:
-        """Kill them all, and leave nothing behind."""
+        """Kill all workers, and leave nothing behind."""
         for worker in self.workers:
             worker.close()
         self._remove_rendezvous()
 
     def _remove_rendezvous(self, keep: Path | None = None) -> None:
-        """Groups leave a file behind, also those that never came together; only the present one needs it."""
+        """Remove the files of groups, also of those that were never complete; only the current group needs its file."""
         for file in self._rendezvous.parent.glob(f"{self._name}-group-*"):
             if file != keep:
                 file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A race: several runs side by side, one after another on the same workers or all at once."""
+"""A race: several runs are compared, one after another on the same workers or all at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlab.processes.parent.waiting import controls_wait, end_of, wait_until
 
 
 class Race:
-    """What `dlab.race` gives; as the last line of a cell it draws the losses of all runs on one chart."""
+    """The result of `dlab.race`; as the last line of a cell it draws the losses of all runs in one chart."""
 
     def __init__(self, contenders: Mapping[str, Any], workers: int, at_once: bool, by: str) -> None:
         self.name, self.ranks, self.servers, self.by = "race", workers, 0, by
@@ -27,11 +27,11 @@ class Race:
             for function in self._functions.values():
                 make_room(workers, _servers(function), self._cell)
         self._error: Exception | None = None
-        self._delays: dict[int, float] = {}  # what was asked for, with which the runs to come begin
+        self._delays: dict[int, float] = {}  # requested delays, which later runs also begin with
         self._knobs: dict[str, Any] = {}
         self.factors: dict[str, float] = {}
-        self._turn = threading.Lock()  # held where a run begins: what is asked for meanwhile must not miss it
-        self.pictures: list[threading.Thread] = []  # those who draw it
+        self._turn = threading.Lock()  # held while a run begins, so that a request at that moment is not lost
+        self.pictures: list[threading.Thread] = []  # the threads that draw it
         self._clusters = (
             [Cluster(workers, servers=_servers(each)) for each in self._functions.values()] if at_once else []
         )
@@ -57,7 +57,7 @@ class Race:
                 each.close()
 
     def _begin(self, name: str, on: Cluster, function: Callable[[], Any]) -> Run | None:
-        """Start a run that has from its first step what was asked for; None if the race was stopped."""
+        """Start a run with the requested delays and knobs; None if the race was stopped."""
         run = on._new_run(function)
         run.part_of = self
         with self._turn:
@@ -69,10 +69,10 @@ class Race:
         return run
 
     def wait(self, *, partial: bool = False) -> dict[str, list[Any]]:
-        """The results of every run, by name; raises what a run raised.
+        """Wait for all runs and return their results by name; raises what a run raised.
 
-        After `stop()` it raises `Stopped`; `partial=True` gives what there is of the runs that had begun, with None
-        for each rank that had not returned.
+        After `stop()` it raises `Stopped`; `partial=True` returns instead what the started runs have returned, with
+        None for each rank that had not.
         """
         try:
             wait_until(end_of(self._thread))
@@ -86,19 +86,19 @@ class Race:
         if missing and not partial:
             raise Stopped(
                 f"the race was stopped before {' and '.join(missing)} had begun: "
-                "wait(partial=True) gives what the others had returned by then"
+                "wait(partial=True) returns what the others had returned by then"
             )
         return {name: run.wait(partial=partial) for name, run in self.runs.items()}
 
     def stop(self) -> None:
-        """End the run that goes on, and begin no other."""
+        """End the current run, and begin no other."""
         with self._turn:
             self._stopped = True
         for run in list(self.runs.values()):
             run.stop()
 
     def delay(self, rank: int, seconds: float) -> None:
-        """Let a rank sleep so long in each step, in the run that goes on and in those to come."""
+        """Let a rank sleep this long in each step, in the current run and in those that follow."""
         if rank not in range(self.ranks):
             raise IndexError(f"there is no rank {rank!r} in this race: the ranks are 0 to {self.ranks - 1}")
         with self._turn:
@@ -107,7 +107,7 @@ class Race:
             self._delays[rank] = seconds
 
     def set(self, name: str, value: Any, to: Collection[str] | None = None) -> None:
-        """Turn a knob, in the run that goes on and in those to come; `to` names the only ones of those that go on."""
+        """Set a knob, in the current run and in those that follow; `to` restricts it to some of the current runs."""
         with self._turn:
             for run in self._chosen(to):
                 run.set(name, value)
@@ -115,7 +115,7 @@ class Race:
             self.factors.pop(name, None)
 
     def scale(self, name: str, factor: float, to: Collection[str] | None = None) -> None:
-        """Multiply what each run itself has for a knob, in the run that goes on and in those to come."""
+        """Multiply each run's own value of a knob, in the current run and in those that follow."""
         check_factor(name, factor)
         with self._turn:
             for run in self._chosen(to):
@@ -123,12 +123,12 @@ class Race:
             self.factors[name] = factor
 
     def pause(self) -> None:
-        """Freeze the run that goes on, until `resume()`."""
+        """Freeze the current run, until `resume()`."""
         for run in self.going.values():
             run.pause()
 
     def resume(self) -> None:
-        """Go on after `pause()`."""
+        """Let the current run continue after `pause()`."""
         for run in self.going.values():
             run.resume()
 
@@ -137,40 +137,40 @@ class Race:
 
     @property
     def going(self) -> dict[str, Run]:
-        """The runs that are on, by name."""
+        """The active runs, by name."""
         return {name: run for name, run in list(self.runs.items()) if not run.done}
 
     @property
     def paused(self) -> bool:
-        """Are all runs that are on frozen?"""
+        """Whether all active runs are frozen."""
         going = self.going.values()
         return bool(going) and all(run.paused for run in going)
 
     @property
     def delays(self) -> dict[int, float]:
-        """By rank, in seconds, of the run that is on."""
+        """The delays of the active run by rank, in seconds."""
         return next((run.delays for run in self.going.values()), self._delays)
 
     @property
     def done(self) -> bool:
-        """Have all runs ended?"""
+        """Whether all runs have ended."""
         return not self._thread.is_alive()
 
     @property
     def state(self) -> str:
-        """`running sync`, `paused sync`, or `finished`."""
+        """The state: `running sync`, `paused sync`, or `finished`."""
         if going := self.going:
             return f"{'paused' if self.paused else 'running'} {', '.join(going)}"
         return "finished" if self.done else "starting"
 
     @property
     def controls_wait(self) -> bool:
-        """Does the cell that runs keep the kernel from hearing what is done to the panel?"""
+        """Whether the controls of the panel must wait until the current cell has ended."""
         return controls_wait()
 
     @property
     def events(self) -> dict[str, list[Event]]:
-        """What the workers of every run have told so far, by name."""
+        """The events of every run so far, by name."""
         return {name: run.events for name, run in list(self.runs.items())}
 
     def __repr__(self) -> str:
@@ -178,7 +178,7 @@ class Race:
 
 
 def _servers(function: Callable[[], Any]) -> int:
-    """How many it needs."""
+    """Return the number of servers that the function needs."""
     return getattr(function, "servers", 0)
 
 
@@ -187,11 +187,11 @@ def race(
 ) -> Race:
     """Let runs compete: `dlab.race({"ring": train_with_ring, "gloo": train_with_gloo})`.
 
-    A contender is a function, which then runs on every one of `workers` workers, or a run that is there already. They
-    run one after another on the same workers, so that none takes time from the others; `at_once=True` gives each a
-    cluster of its own. `by="time"` draws the losses by the wall clock instead of by step. While they run,
-    `race.delay(rank, seconds)` and `race.set(knob, value)` are for all of them; `race.scale(knob, factor)` multiplies
-    what each of them has, as the sliders of the panel do.
+    A contender is a function, which runs on each of `workers` workers, or a run that already exists. They run one after
+    another on the same workers, so that none takes time from the others; `at_once=True` gives each its own cluster.
+    `by="time"` draws the losses against the wall clock instead of steps. During the race, `race.delay(rank, seconds)`
+    and `race.set(knob, value)` apply to all runs; `race.scale(knob, factor)` multiplies each run's own value, as the
+    sliders of the panel do.
     """
     if not isinstance(contenders, Mapping) or not contenders:
         raise TypeError("race takes a dictionary of functions or runs by name, as in dlab.race({'ring': train, …})")

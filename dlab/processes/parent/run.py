@@ -1,4 +1,4 @@
-"""A run: one function on all ranks of a cluster, and the handles on it while it goes on."""
+"""A run: one function on all ranks of a cluster, and the ways to observe and disturb it."""
 
 from __future__ import annotations
 
@@ -21,60 +21,60 @@ from dlab.trace import save_trace
 if TYPE_CHECKING:
     from dlab.processes.parent.cluster import Cluster
 
-STILL = 20.0  # seconds that a last picture may take
-DECLARE = 0.5  # seconds in which ranks that have asked for one knob may ask for another before its name is doubted
-_ENDS = {"returned": "returned", "dead": "died", "failed": "failed"}  # said of a rank that has ended
+STILL = 20.0  # seconds allowed for the last picture
+DECLARE = 0.5  # seconds that ranks which use other knobs have to ask for this one, before its name is questioned
+_ENDS = {"returned": "returned", "dead": "died", "failed": "failed"}  # words for a rank that has ended
 
 
 class Run:
-    """What `cluster.start(fn)` gives: the function runs, the notebook stays free.
+    """The result of `cluster.start(fn)`: the function runs in the background and the notebook stays free.
 
-    `wait()` gives the results by rank. In between: `pause`, `resume`, `stop`, `kill(rank)`, `delay(rank, seconds)`,
-    `set(knob, value)`, and `events`, what the workers have logged so far.
+    `wait()` returns the results by rank. Meanwhile there are `pause`, `resume`, `stop`, `kill(rank)`,
+    `delay(rank, seconds)`, `set(knob, value)`, and `events`, everything that the workers have logged so far.
     """
 
     def __init__(self, cluster: Cluster, number: int, name: str, survives: bool = False, revives: bool = False) -> None:
-        self._cluster = cluster  # a cluster closes itself when nobody holds it: a run does
+        self._cluster = cluster  # keeps the cluster alive, which closes itself when it is no longer referenced
         self._supervisor = cluster._supervisor
         self.number, self.name = number, name
-        self.survives = survives  # does the function go on without ranks that have died?
-        self.revives = revives  # does it go on with a new server in the place of one that has died?
+        self.survives = survives  # does the function continue without ranks that have died?
+        self.revives = revives  # does it continue with a new server after one has died?
         self.ranks, self.servers = cluster.workers, cluster.servers
         self.cell = Cell()
-        self.part_of: Any = None  # the race that it is a part of
+        self.part_of: Any = None  # the race that it belongs to
         self.started = time.time()
         self.ended: float | None = None
-        self.knobs: dict[str, Any] = {}  # those that were set
-        self.factors: dict[str, float] = {}  # by which knobs are multiplied
-        self.checks: dict[str, Callable[[Any], object]] = {}  # refuse values of knobs
+        self.knobs: dict[str, Any] = {}  # values that were set
+        self.factors: dict[str, float] = {}  # factors of knobs
+        self.checks: dict[str, Callable[[Any], object]] = {}  # raise ValueError for bad values of knobs
         self.delays: dict[int, float] = {}  # by rank, in seconds
         self.paused = False
         self._done = threading.Event()
         self._results: list[Any] = [None] * self.ranks
-        self._result: Any = None  # made of them by what `then` was given
+        self._result: Any = None  # what the function given to `then` made of the results
         self._make: Callable[[list[Any]], Any] | None = None
         self._error: WorkerError | None = None
         self._stopped = False
         self._history = EventHistory()
-        self._declared: dict[str, Any] = {}  # knobs, as far as the history has been searched for them
+        self._declared: dict[str, Any] = {}  # knobs found in the part of the history searched so far
         self._searched = 0
-        self.pictures: list[threading.Thread] = []  # those who draw it, and leave a still when it has ended
-        self.states: list[Event] = []  # what became of each rank: events of kind `state`, and `hang`
+        self.pictures: list[threading.Thread] = []  # the threads that draw it, and leave a still picture at the end
+        self.states: list[Event] = []  # events of kind `state`, for each rank, and `hang`
 
     # --- waiting
 
     def then(self, make: Callable[[list[Any]], Any]) -> Run:
-        """Let `wait()` give `make(results by rank)`, made once, when all ranks have returned."""
+        """Let `wait()` return `make(results by rank)`, computed once, when all ranks have returned."""
         self._make = make
         return self
 
     def wait(self, timeout: float | None = None, *, partial: bool = False) -> Any:
-        """The results by rank, when all ranks have returned.
+        """Wait until all ranks have returned, and return their results by rank.
 
-        Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then goes on).
-        Interrupting the kernel while it waits stops the run. After `stop()` it raises `Stopped`; `partial=True` gives
-        what there is instead, with None for each rank that had not returned. Where the run is being drawn, the last
-        picture is there when this returns.
+        Raises `WorkerError` if a rank failed, and `WorkerTimeout` after `timeout` seconds (the run then continues).
+        Interrupting the kernel during the wait stops the run. After `stop()` it raises `Stopped`; `partial=True`
+        returns instead what there is, with None for each rank that had not returned. If the run is being drawn, the
+        last picture is complete when this returns.
         """
         try:
             try:
@@ -105,22 +105,22 @@ class Run:
                 raise self._timeout_error(
                     places, timeout or 0.0, "" if then_stop else "; it goes on: run.stop() ends it"
                 )
-            self._done.wait()  # the last ranks came back just now
+            self._done.wait()  # the last ranks returned just now
         if self._error is not None:
-            raise self._error.with_traceback(None)  # not with that of an earlier wait
+            raise self._error.with_traceback(None)  # without the traceback of an earlier wait
         return self._results
 
     def _on_interrupt(self) -> None:
-        """Say where everybody was, then stop them."""
+        """Print where each rank is, then stop them."""
         places: dict[int, Where] = {}
         why = ""
         try:
             places = self._supervisor.where(self)
             why = explain(places, self._ends(places), self.ranks)
-        finally:  # also when it is interrupted again
+        finally:  # also after a second interrupt
             self.stop()
         if places:
-            print("\n".join(filter(None, [f"{self.name} was stopped:", self._tell(places), why])))
+            print("\n".join(filter(None, [f"{self.name} was stopped:", self._describe(places), why])))
 
     def _timeout_error(self, places: dict[int, Where], timeout: float, rest: str) -> WorkerTimeout:
         late = sorted(rank for rank in places if rank < self.ranks)
@@ -129,40 +129,40 @@ class Run:
             message += f"; {why}"
         named = culprits(places)
         ranks = [rank for rank in in_order(places) if rank < self.ranks or rank in named or places[rank].stopped]
-        return WorkerTimeout(message, ranks, self._tell(places))
+        return WorkerTimeout(message, ranks, self._describe(places))
 
-    def _tell(self, places: dict[int, Where]) -> str:
+    def _describe(self, places: dict[int, Where]) -> str:
         return "\n".join(f"{name_ranks([rank], self.ranks)}: {places[rank].sentence}" for rank in in_order(places))
 
     def _stopped_error(self) -> Stopped:
         seconds = (self.ended or self.started) - self.started
         return Stopped(
             f"{self.name} was stopped after {seconds:.1f} s, before its end: "
-            "wait(partial=True) gives what its ranks had returned by then"
+            "wait(partial=True) returns what its ranks had returned by then"
         )
 
     def _ends(self, places: Collection[int]) -> dict[int, str]:
-        """How the other ranks have ended: those that are in none of these places any more."""
+        """Return how the other ranks have ended."""
         last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == "state"}
         others = {rank: state for rank, state in last.items() if rank < self.ranks and rank not in places}
         return {rank: _ENDS.get(state, "ended") for rank, state in others.items()}
 
     @property
     def done(self) -> bool:
-        """Has it ended, in whatever way?"""
+        """Whether the run has ended, in whatever way."""
         return self._done.is_set()
 
     @property
     def state(self) -> str:
-        """running, paused, finished, failed or stopped."""
+        """One of `running`, `paused`, `finished`, `failed` and `stopped`."""
         if not self.done:
             return "paused" if self.paused else "running"
         if self._error is not None:
             return "failed"
         return "stopped" if self._stopped else "finished"
 
-    def in_the_way(self) -> RuntimeError:
-        """For who wants to start another run on the same workers meanwhile: what goes on, and what to type."""
+    def busy_error(self) -> RuntimeError:
+        """Return the error for a second run on the same workers: it names this run and what to type."""
         whole = self.part_of or self
         name = variable_of(whole) or whole.__class__.__name__.lower()
         return RuntimeError(
@@ -172,13 +172,13 @@ class Run:
 
     @property
     def controls_wait(self) -> bool:
-        """Does the cell that runs keep the kernel from hearing what is done to the panel?"""
+        """Whether the controls of the panel must wait until the current cell has ended."""
         return controls_wait()
 
     # --- disturbing
 
     def stop(self) -> None:
-        """End the function on every rank, within a second; the cluster stays usable. A run that has ended stays so."""
+        """End the function on every rank within a second; the cluster stays usable. No effect after the end."""
         if not self.done and self._supervisor.stop(self):
             self._done.wait()
 
@@ -187,25 +187,25 @@ class Run:
         self._supervisor.pause(self, True)
 
     def resume(self) -> None:
-        """Go on after `pause()`."""
+        """Let every rank continue after `pause()`."""
         self._supervisor.pause(self, False)
 
     def kill(self, rank: int) -> None:
-        """Kill the process of one rank, as a crash would. Servers count on after the workers."""
+        """Kill the process of one rank, as a crash would. Servers are numbered after the workers."""
         self._check(rank, self.ranks + self.servers)
         self._supervisor.kill(self, rank)
 
     def delay(self, rank: int, seconds: float) -> None:
-        """Make a rank sleep this long at each `dlab.log`: a straggler. 0 ends it."""
+        """Make a rank sleep this long at each `dlab.log`, as a straggler would. 0 removes the delay."""
         self._check(rank, self.ranks)
         if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
             raise ValueError(f"a delay of {seconds!r} s is not possible: give a number of seconds, 0 or more")
         self._supervisor.delay(self, rank, seconds)
 
     def set(self, name: str, value: Any) -> None:
-        """Turn a knob: `dlab.knob(name, default)` in the workers gives this value from now on.
+        """Set a knob: `dlab.knob(name, default)` in the workers returns this value from now on.
 
-        A name that no rank asks for, while they do ask for others, gets a note; the value is kept all the same.
+        If the ranks use other knobs but not this one, a warning is printed; the value is kept nevertheless.
         """
         if not isinstance(name, str):
             raise TypeError(f"a knob's name is a string, as in run.set('lr', 0.05), not {name!r}")
@@ -215,12 +215,12 @@ class Run:
         self._note_unknown_knob(name)
 
     def scale(self, name: str, factor: float) -> None:
-        """Multiply a knob: `dlab.knob(name, default)` gives its own value, set or default, times this from now on."""
+        """Multiply a knob: `dlab.knob(name, default)` returns its own value, set or default, times this from now on."""
         check_factor(name, factor)
         self._supervisor.turn(self, {}, {name: factor})
 
     def value(self, name: str, default: Any = None) -> Any:
-        """What `dlab.knob(name, default)` gives in the workers now."""
+        """Return the current result of `dlab.knob(name, default)` in the workers."""
         return Knobs(self.knobs, self.factors).get(name, default)
 
     @property
@@ -228,13 +228,13 @@ class Run:
         """The knobs that the ranks have asked for so far, with their defaults."""
         records, self._searched = self.since(self._searched)
         for each in records:
-            if b"knob" in each.written:  # else there is no need to read it
+            if b"knob" in each.written:  # otherwise there is no need to read it
                 told = [data for (_, _, kind), data in each.read().items() if kind == "knob"]
                 self._declared.update({data["name"]: data["default"] for data in told})
         return dict(self._declared)
 
     def _note_unknown_knob(self, name: str) -> None:
-        """Say so when the ranks ask for other knobs only: a slip of the pen, or a knob that is asked for later."""
+        """Warn if the ranks ask only for other knobs: the name may be misspelt, or be asked for later."""
         give_up = time.monotonic() + DECLARE
         while (known := self.declared) and name not in known and not self.done:
             if time.monotonic() > give_up:
@@ -254,12 +254,12 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """What the workers have told so far, each rank's in order."""
+        """The events of all workers so far, each rank's in order."""
         self._supervisor.drain(self)
         return self._history.events
 
     def since(self, place: int) -> tuple[list[Records], int]:
-        """What was told after a place, and the place to go on from, for those who look again and again; 0 at first."""
+        """Return the records after a place, and the place to continue from; for repeated reading, starting at 0."""
         self._supervisor.drain(self)
         return self._history.since(place)
 
@@ -272,11 +272,11 @@ class Run:
             self.states.append(Event(now, rank, "state", told))
 
     def save(self, path: str | Path) -> None:
-        """Write what the ranks have told and what became of them, by time, as JSON lines for `dlab.load_events`."""
+        """Write the events and the states of all ranks, sorted by time, as JSON lines for `dlab.load_events`."""
         save_events(self._told(), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the same for Perfetto (ui.perfetto.dev) or chrome://tracing: ranks with their steps and messages."""
+        """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: ranks with their steps and messages."""
         save_trace(self._told(), path)
 
     def _told(self) -> list[Event]:
@@ -287,12 +287,12 @@ class Run:
 
 
 def check_factor(name: str, factor: object) -> None:
-    """Refuse what no knob can be multiplied by."""
+    """Raise ValueError unless a knob can be multiplied by this factor."""
     if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         raise ValueError(f"{name} cannot be multiplied by {factor!r}: give a number above 0")
 
 
 def finish(pictures: Iterable[threading.Thread]) -> None:
-    """Wait until they are complete: a notebook that is executed as a whole keeps only what comes while a cell runs."""
+    """Wait until the pictures are complete: an executed notebook keeps only what arrives while the cell runs."""
     for each in pictures:
         wait_until(end_of(each), STILL)

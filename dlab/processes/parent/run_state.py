@@ -1,4 +1,4 @@
-"""A run under way: who has come back and with what, when to interrupt the others, and who was to blame."""
+"""The state of a run in progress: who has returned what, when to interrupt the others, and who caused a failure."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from dlab.processes.parent.run import Run
 from dlab.processes.worker.main import FAILURE, LEFT, STOP
 
 GRACE = 0.5  # seconds in which a stopped function may return before its process is killed
-AGAIN = 0.02  # seconds until it is told again to stop: it may not have begun, or be in an import, which it must finish
+AGAIN = 0.02  # seconds until the stop signal is repeated: the function may not have begun, or must finish an import
 TOGETHER = 0.05  # seconds in which other ranks may fail in the same way before they are interrupted
-REVIVALS = 5  # servers in one run: more would not help
-GOSSIP = 0.2  # seconds to wait for the real culprit when a rank reports only that another one is gone
+REVIVALS = 5  # servers replaced in one run; more would not help
+CAUSE_DELAY = 0.2  # seconds to wait for the real cause when a rank reports only that another one is gone
 
 
 @dataclass
 class RunState:
-    """The run in progress, as the supervisor sees it."""
+    """The run in progress, as seen by the supervisor."""
 
     run: Run
-    again: Callable[[], messages.Message]  # makes the message with which the run began
-    revived: int = 0  # servers
+    again: Callable[[], messages.Message]  # makes the message that starts the run
+    revived: int = 0  # number of replaced servers
     returned: dict[int, Any] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     deaths: dict[int, tuple[float, int | None]] = field(default_factory=dict)  # by rank: when, and the exit code
     ended: set[int] = field(default_factory=set)
-    missing: dict[int, str] = field(default_factory=dict)  # who others waited for in vain, and where they were
+    missing: dict[int, str] = field(default_factory=dict)  # ranks for which others waited in vain, and where they were
     scattered: bool = False  # has a rank left the process group?
-    stop_at: float | None = None  # when to interrupt the rest
-    tell_at: float = 0.0  # when to tell them again
-    kill_at: float | None = None  # when to kill who did not react
+    stop_at: float | None = None  # when to interrupt the other ranks
+    tell_at: float = 0.0  # when to repeat the interrupt
+    kill_at: float | None = None  # when to kill those that did not react
 
     def answered(self, rank: int, tag: int, value: Any) -> None:
-        """A rank has returned or reported an error. After a failure it still has to leave the group, and says so."""
+        """Record a rank's result or error. After a failure the rank still has to leave the group, and reports that."""
         self.scattered |= tag in (FAILURE, LEFT)
         if isinstance(value, Report):
             self.reports[rank] = value
             interrupted = self.stop_at is not None and time.monotonic() >= self.stop_at
-            if interrupted or value.connection:  # it has done nothing wrong
+            if interrupted or value.connection:  # it did nothing wrong
                 self.run._note([rank], "stopped")
             else:
                 self.run._note([rank], "failed", value.message)
@@ -55,11 +55,11 @@ class RunState:
             self.ended.add(rank)
 
     def may_revive(self, rank: int) -> bool:
-        """Is this a server whose workers can go on with a new one?"""
+        """Return whether this is a server whose workers can continue with a new one."""
         return rank >= self.run.ranks and self.run.revives and self.stop_at is None and self.revived < REVIVALS
 
     def died(self, rank: int, exitcode: int | None) -> None:
-        """A rank's process is gone."""
+        """Record that a rank's process has died."""
         self.ended.add(rank)
         if rank not in self.returned and rank not in self.reports:
             self.deaths[rank] = (time.monotonic(), exitcode)
@@ -70,26 +70,26 @@ class RunState:
 
     @property
     def late(self) -> set[int]:
-        """Those that failed because they waited too long for another rank."""
+        """The ranks that failed because they waited too long for another rank."""
         return {rank for rank, report in self.reports.items() if report.late}
 
     @property
     def over(self) -> bool:
-        """Has every rank, and every server, come back or died?"""
+        """Whether every rank and every server has returned or died."""
         return len(self.ended) == self.run.ranks + self.run.servers
 
     @property
     def alone(self) -> bool:
-        """Is no worker left for the servers?"""
+        """Whether the servers have no worker left."""
         return self.ended.issuperset(range(self.run.ranks))
 
     def is_about_to_end(self, now: float) -> bool:
-        """Will those who are still busy be interrupted now, for the first time?"""
+        """Return whether the busy ranks are about to be interrupted for the first time."""
         self._decide(now)
         return self.kill_at is None and self.stop_at is not None and now >= self.stop_at
 
     def signals(self, now: float) -> list[int]:
-        """What to send to those who are still busy: nothing, an interruption, or, after a grace period, the end."""
+        """Return the signals for the busy ranks: none, an interrupt, or, after a grace period, SIGKILL."""
         self._decide(now)
         if self.stop_at is None or now < self.stop_at:
             return []
@@ -102,31 +102,31 @@ class RunState:
         return [STOP, signal.SIGCONT]  # in case it was paused
 
     def _decide(self, now: float) -> None:
-        """When those who are still busy are to be interrupted, if anything has happened that makes it necessary."""
+        """Set the time at which the busy ranks are interrupted, if something has made that necessary."""
         if self.stop_at is None and self.alone:
-            self.stop_at = now + GRACE  # those that have not noticed
+            self.stop_at = now + GRACE  # for those that have not noticed
         if self.stop_at is None and (self.reports or self._losses()):
-            only_gossip = not self.deaths and all(report.connection for report in self.reports.values())
-            self.stop_at = now + (GOSSIP if only_gossip else TOGETHER)
+            only_secondhand = not self.deaths and all(report.connection for report in self.reports.values())
+            self.stop_at = now + (CAUSE_DELAY if only_secondhand else TOGETHER)
         if self.stop_at is not None and any(code != SERVER_DIED for _, code in self._losses().values()):
             self.stop_at = min(self.stop_at, now)
 
     def _losses(self) -> dict[int, tuple[float, int | None]]:
-        """Those of the deaths that the run cannot do without: servers, and workers unless it survives that."""
+        """Return the deaths that the run cannot survive: those of servers, and of workers unless it survives them."""
         return {rank: how for rank, how in self.deaths.items() if rank >= self.run.ranks or not self.run.survives}
 
     def next_deadline(self) -> float | None:
-        """When `signals` may have something new to say."""
+        """Return the time at which `signals` may change."""
         return self.stop_at if self.kill_at is None else min(self.tell_at, self.kill_at)
 
     def results(self) -> list[Any]:
-        """By rank; None for who did not return."""
+        """Return the results by rank; None for those that did not return."""
         return [self.returned.get(rank) for rank in range(self.run.ranks)]
 
     def verdict(self) -> errors.WorkerError | None:
-        """Who was it? Not those who were interrupted, nor, if anyone else did, those who lost a connection."""
+        """Return the error of the rank at fault; interrupted ranks and lost connections are only consequences."""
         deaths = {rank: death for rank, death in self.deaths.items() if not self._by_us(*death)}
-        if any(rank in self.returned for rank in range(self.run.ranks)):  # those who are left went on without them
+        if any(rank in self.returned for rank in range(self.run.ranks)):  # the remaining ranks continued without them
             deaths = {rank: death for rank, death in deaths.items() if rank in self._losses()}
         real = {rank: report for rank, report in self.reports.items() if report.kind != "Stopped"}
         direct = {rank: report for rank, report in real.items() if not report.connection}

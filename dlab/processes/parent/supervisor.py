@@ -1,7 +1,7 @@
-"""The one thread that looks after a cluster: it has a pool of workers, and begins, disturbs and ends runs on them.
+"""The thread that supervises a cluster: it has a pool of workers, and starts, disturbs and ends runs on them.
 
-Everything it knows changes in this thread only; others ask it through its mailbox and wait. It sleeps until a worker
-answers, prints or dies, or somebody asks; while a run goes on it also wakes to collect events.
+Its state changes in this thread only; other threads send it calls through a mailbox and wait. It sleeps until a worker
+answers, prints or dies, or a call arrives; during a run it also wakes up to collect events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlab.processes.between.errors import Report
 from dlab.processes.parent import output, stacks
 from dlab.processes.parent.forkserver import ServerDied
 from dlab.processes.parent.handle import WorkerHandle
-from dlab.processes.parent.hangs import Watch
+from dlab.processes.parent.hangs import HangDetector
 from dlab.processes.parent.mailbox import Mailbox
 from dlab.processes.parent.pool import WorkerPool
 from dlab.processes.parent.run import Run
@@ -32,11 +32,11 @@ from dlab.processes.parent.waiting import wait_until
 from dlab.processes.worker.main import Seat
 
 EVENTS = 0.05  # seconds between two collections of events
-LOOK = 0.25  # seconds between two looks at workers that have not joined their group
+LOOK = 0.25  # seconds between two checks of workers that have not joined their group
 
 
 class Supervisor(threading.Thread):
-    """Starts `ranks` workers, and servers for them, and looks after them until `close()`."""
+    """Starts `ranks` workers and their servers, and supervises them until `close()`."""
 
     def __init__(
         self, ranks: int, servers: int, backend: str, plugin: using | None, threads: int, timeout: float | None
@@ -46,9 +46,9 @@ class Supervisor(threading.Thread):
         self.control = ControlBlock(ranks + servers)
         role = roles.find("server") if servers else None
         self.desk = role.share(ranks, servers, None) if role is not None else None
-        self.failed: str | None = None  # why the cluster cannot be used any more
+        self.failed: str | None = None  # why the cluster can no longer be used
         self._state: RunState | None = None
-        self._watch: Watch | None = None  # over the run under way
+        self._watch: HangDetector | None = None  # watches the current run for hangs
         self._mailbox = Mailbox()
         self.check_process = self._mailbox.check_process
         self._selector = selectors.DefaultSelector()
@@ -59,7 +59,7 @@ class Supervisor(threading.Thread):
         self._everybody = range(len(seats))
         self.workers = self._pool.workers
 
-    # --- asked by other threads
+    # --- called by other threads
 
     def wait_until_ready(self) -> None:
         """Block until every worker has joined the first group."""
@@ -68,13 +68,13 @@ class Supervisor(threading.Thread):
             raise RuntimeError(self.failed)
 
     def launch(self, run: Run, message: messages.Message, again: Callable[[], messages.Message]) -> None:
-        """Begin a run. Refused while another one goes on. `again` makes the message once more, for a new server."""
+        """Start a run; refused while another one is active. `again` makes the message once more, for a new server."""
 
         def begin() -> None:
             if self.failed:
                 raise RuntimeError(self.failed)
             if self._state is not None:
-                raise self._state.run.in_the_way()
+                raise self._state.run.busy_error()
             self.control.clear()
             self.control.write(Knobs(run.knobs, run.factors))
             for rank, seconds in run.delays.items():
@@ -83,9 +83,9 @@ class Supervisor(threading.Thread):
                 self.desk.clear()
             run.cell.claim_thread()
             self._state = RunState(run, again)
-            self._watch = Watch(self._state, self.control, self.workers)
+            self._watch = HangDetector(self._state, self.control, self.workers)
             for worker in self.workers:
-                with contextlib.suppress(OSError):  # it has just died: its sentinel tells
+                with contextlib.suppress(OSError):  # it has just died, which its sentinel reports
                     message.send(worker.channel)
                 worker.busy = True
             run._note(self._everybody, "running")
@@ -96,12 +96,12 @@ class Supervisor(threading.Thread):
 
     @property
     def going(self) -> Run | None:
-        """The run that goes on now."""
+        """The active run, or None between runs."""
         state = self._state
         return None if state is None else state.run
 
     def stop(self, run: Run) -> bool:
-        """Interrupt every rank that has not returned. False if the run never began or has ended."""
+        """Interrupt every rank that has not returned; returns False if the run never began or has ended."""
 
         def begin() -> None:
             if self._state is not None and self._state.stop_at is None:
@@ -111,7 +111,7 @@ class Supervisor(threading.Thread):
         return self._mailbox.ask(lambda: self._during(run, begin))
 
     def pause(self, run: Run, paused: bool) -> None:
-        """Freeze or thaw every rank that is still busy."""
+        """Freeze or resume every busy rank."""
 
         def signal_all() -> None:
             run.paused = paused
@@ -125,7 +125,7 @@ class Supervisor(threading.Thread):
         self._mailbox.ask(lambda: self._during(run, signal_all))
 
     def kill(self, run: Run, rank: int) -> None:
-        """Kill one rank of a run that goes on."""
+        """Kill one rank of an active run."""
         self._mailbox.ask(lambda: self._during(run, lambda: self.workers[rank].process.send_signal(signal.SIGKILL)))
 
     def delay(self, run: Run, rank: int, seconds: float) -> None:
@@ -135,7 +135,7 @@ class Supervisor(threading.Thread):
     def _set_delay(self, run: Run, rank: int, seconds: float) -> None:
         run.delays[rank] = seconds
         self.control.delays[rank] = float(seconds)
-        if self.workers[rank].busy:  # one that has returned stays so
+        if self.workers[rank].busy:  # a rank that has returned keeps that state
             self._note_delay(run, rank)
 
     def _note_delay(self, run: Run, rank: int) -> None:
@@ -143,7 +143,7 @@ class Supervisor(threading.Thread):
         run._note([rank], *(("delayed", f"{seconds:g} s a step") if seconds else ("running",)))
 
     def turn(self, run: Run, values: dict[str, Any], factors: dict[str, float]) -> None:
-        """Turn some of the run's knobs."""
+        """Set some of the run's knobs."""
 
         def write() -> None:
             knobs = Knobs({**run.knobs, **values}, {**run.factors, **factors})
@@ -153,7 +153,7 @@ class Supervisor(threading.Thread):
         self._mailbox.ask(lambda: self._during(run, write))
 
     def where(self, run: Run) -> dict[int, stacks.Where]:
-        """Where each rank that has not returned is now."""
+        """Return where each rank that has not returned is now."""
 
         def look() -> dict[int, stacks.Where]:
             under_way = self._state is not None and self._state.run is run
@@ -162,7 +162,7 @@ class Supervisor(threading.Thread):
         return self._mailbox.ask(look)
 
     def drain(self, run: Run) -> None:
-        """Collect the events that have arrived, if the run still goes on."""
+        """Collect the events that have arrived, if the run is still active."""
         if not run.done:
             self._mailbox.ask(lambda: self._during(run, self._collect_events))
 
@@ -171,16 +171,16 @@ class Supervisor(threading.Thread):
         if os.getpid() != self._process:
             return
         self._closing = True
-        self._mailbox.ring()
-        if threading.current_thread() is not self:  # as it is when the garbage collector closes a cluster from here
+        self._mailbox.wake()
+        if threading.current_thread() is not self:  # the garbage collector may close a cluster from this thread
             self.join()
 
     # --- the thread
 
     def run(self) -> None:
-        """Serve until closed; whatever happens, nobody is left waiting and no process is left behind."""
+        """Serve until closed; even after an error, no caller is left waiting and no process is left behind."""
         try:
-            self._selector.register(self._mailbox.semaphore, selectors.EVENT_READ, self._mailbox.hush)
+            self._selector.register(self._mailbox.wakeups, selectors.EVENT_READ, self._mailbox.clear_wakeups)
             self._pool.form(list(self._everybody))
             while not self._closing:
                 for key, _ in self._selector.select(self._next_deadline()):
@@ -217,7 +217,7 @@ class Supervisor(threading.Thread):
         self._pool.came_up.set()
 
     def _may_begin(self) -> bool:
-        """A run begins on a group that stands, so that whatever goes wrong in it is the run's own."""
+        """Return whether the group is complete, so that whatever goes wrong afterwards belongs to the run."""
         return self._state is not None or self._pool.has_formed
 
     def _next_deadline(self) -> float | None:
@@ -235,23 +235,23 @@ class Supervisor(threading.Thread):
     def _busy(self) -> list[WorkerHandle]:
         return [worker for worker in self.workers if worker.busy]
 
-    # --- what the pool tells
+    # --- called by the pool
 
     def _on_answer(self, worker: WorkerHandle, message: messages.Received) -> bool:
-        """A worker has returned from its run or failed in it; False if there is no such run."""
+        """Record that a worker has returned or failed; False if there is no such run."""
         state = self._state
         if state is None or message.number != state.run.number:
             return False
         try:
             value = message.load(private=False)
-        except Exception as problem:  # a class that exists in the worker only
+        except Exception as problem:  # a class that exists only in the worker
             value = Report.of(problem)
         state.answered(worker.rank, message.tag, value)
         worker.busy = worker.rank not in state.ended
         return True
 
     def _on_death(self, worker: WorkerHandle) -> bool:
-        """A worker has died; False if there is no run that it was in."""
+        """Record that a worker has died; False if it was in no run."""
         if self._state is None:
             return False
         worker.busy = False
@@ -265,7 +265,7 @@ class Supervisor(threading.Thread):
 
     def _revive(self, rank: int, again: Callable[[], messages.Message]) -> None:
         server = self._pool.replace_server(rank)
-        with again() as message, contextlib.suppress(OSError):  # it has just died: its sentinel tells
+        with again() as message, contextlib.suppress(OSError):  # it has just died, which its sentinel reports
             message.send(server.channel)
         server.busy = True
 
@@ -277,7 +277,7 @@ class Supervisor(threading.Thread):
         self.failed = reason
         self._closing = True
 
-    # --- a run under way
+    # --- the current run
 
     def _look_after_run(self) -> None:
         state = self._state
@@ -292,7 +292,7 @@ class Supervisor(threading.Thread):
             for worker in self._busy():
                 worker.process.send_signal(number)
         if state.over:
-            self._land(state)
+            self._finish_run(state)
         elif self._watch is not None:
             self._watch.look()
 
@@ -303,8 +303,8 @@ class Supervisor(threading.Thread):
             if records := ring.take(rank):
                 self._state.run._history.add(records)
 
-    def _land(self, state: RunState) -> None:
-        """All ranks have come back or died: settle the result, then make the cluster whole again."""
+    def _finish_run(self, state: RunState) -> None:
+        """Settle the result, since all ranks have returned or died, then make the cluster complete again."""
         run = state.run
         output.relay([worker.readers for worker in self.workers], to_the_end=True)
         self._report_drops(run)
@@ -319,7 +319,7 @@ class Supervisor(threading.Thread):
         self._pool.lost = {worker.rank for worker in self.workers if worker.process.exitcode is not None}
         self._replace_lost()
         if state.scattered and not state.deaths:
-            self._pool.form([])  # whoever reported an error has left the group: all form a new one
+            self._pool.form([])  # a rank that reported an error has left the group, so all form a new one
 
     def _report_drops(self, run: Run) -> None:
         for rank, ring in enumerate(self.control.rings):

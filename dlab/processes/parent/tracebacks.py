@@ -1,8 +1,7 @@
-"""A mistake in a cell is shown as the cell's own line and one sentence, without the frames of dlab in between.
+"""Show a mistake in a cell as the cell's own line and one sentence, without the frames of dlab in between.
 
-Only where dlab itself says that something is wrong, where the reader's own function fails, or where somebody interrupts
-it: an error that Python or torch raises in the middle of dlab is a fault of dlab, and keeps every frame. `%tb` and
-`%debug` always have all of them.
+This applies to errors that dlab raises on purpose, failures of the reader's own function, and interrupts. An error that
+Python or torch raises inside dlab is a bug of dlab and keeps every frame. `%tb` and `%debug` always have all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dlab.processes.between.errors import DLAB, is_readers, is_refusal
 
 
 def shorten_tracebacks(shell: Any) -> None:
-    """Let the shell of a notebook show the errors of its cells in this way."""
+    """Let the shell of a notebook shorten the tracebacks of its cells."""
     shell.showtraceback = _shortened(shell.showtraceback)
 
 
@@ -25,7 +24,7 @@ def _shortened(show: Callable[..., None]) -> Callable[..., None]:
     @wraps(show)
     def showtraceback(exc_tuple: Any = None, *args: Any, running_compiled_code: bool = False, **kwargs: Any) -> None:
         kind, problem, trace = exc_tuple or sys.exc_info()
-        short = readers_part(problem, trace) if running_compiled_code else None  # else it is %tb that asks
+        short = readers_part(problem, trace) if running_compiled_code else None  # otherwise %tb asks
         shown = exc_tuple if short is None else (kind, problem, short)
         show(shown, *args, running_compiled_code=running_compiled_code, **kwargs)
         if short is not None:
@@ -35,7 +34,7 @@ def _shortened(show: Callable[..., None]) -> Callable[..., None]:
 
 
 def readers_part(problem: BaseException | None, trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without dlab's frames and what they call; None if it is to be shown as it is."""
+    """Return the traceback without dlab's frames and their callees; None if it is to be shown unchanged."""
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)

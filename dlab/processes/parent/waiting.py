@@ -1,7 +1,7 @@
-"""Waiting in a cell without making the panel wait: a kernel reads no message while a cell runs, so the wait reads them.
+"""Wait in a cell without blocking the panel: a kernel reads no messages while a cell runs, so the wait reads them.
 
-What widgets say is handled at once. Everything else, such as the next cell's code, is kept and given back to the kernel
-in the order in which it came; it runs when the waiting cell has ended, and not before.
+Messages of widgets are handled at once. All others, such as the next cell's code, are kept and given back to the kernel
+in order; they are handled after the waiting cell has ended.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from dlab.processes.parent.notebook import find_shell
 
-PERIOD = 0.05  # seconds between two looks at what has come in
+PERIOD = 0.05  # seconds between two looks at the arrived messages
 WIDGETS = ("comm_open", "comm_msg", "comm_close")  # kinds of messages
 
-MOMENT = 0.5  # seconds in which a kernel that hears nothing may be said to hear
+MOMENT = 0.5  # seconds after the last look during which the kernel counts as listening
 
-_process = os.getpid()  # a fork of the kernel must not take its messages
+_process = os.getpid()  # a fork of the kernel must not read its messages
 _server: MessageLoop | None = None  # while the main thread waits
 _cell_runs = False
-_heard = 0.0  # when the kernel has last looked at what has come in, while a cell runs
+_heard = 0.0  # when the kernel last read messages while a cell was running
 
 
 def wait_until(ends: Callable[[float | None], bool], timeout: float | None = None) -> bool:
-    """Wait for `ends(seconds)`, which waits so long and says whether it has come to its end, as `Event.wait` does.
+    """Wait for `ends(seconds)`, which waits that long and returns whether the end has come, as `Event.wait` does.
 
-    False if it has not within `timeout`. In the main thread of a kernel, widgets are served meanwhile.
+    Returns False after `timeout`. In the main thread of a kernel, messages of widgets are handled meanwhile.
     """
     with _serving() as serve:
         if serve is None:
@@ -43,12 +43,12 @@ def wait_until(ends: Callable[[float | None], bool], timeout: float | None = Non
             if time.monotonic() >= deadline:
                 return False
             serve()
-        serve()  # a cell may wait again and again, each time for a moment only
+        serve()  # a cell may wait repeatedly, each time only for a moment
         return True
 
 
 def end_of(thread: threading.Thread) -> Callable[[float | None], bool]:
-    """For `wait_until`."""
+    """Return the end of a thread as a function that `wait_until` can wait for."""
 
     def ends(timeout: float | None) -> bool:
         thread.join(timeout)
@@ -58,11 +58,11 @@ def end_of(thread: threading.Thread) -> Callable[[float | None], bool]:
 
 
 def watch_cells(shell: Any) -> None:
-    """Know when a cell runs, in which the kernel hears nothing unless it waits for a run."""
+    """Note when a cell runs, during which the kernel reads no messages unless the cell waits for a run."""
 
     def note(begins: bool) -> None:
         global _cell_runs, _heard
-        if threading.current_thread() is threading.main_thread():  # in a subshell it is in nobody's way
+        if threading.current_thread() is threading.main_thread():  # a cell in a subshell blocks nothing
             _cell_runs, _heard = begins, time.monotonic()
 
     shell.events.register("pre_run_cell", lambda _: note(True))
@@ -70,18 +70,18 @@ def watch_cells(shell: Any) -> None:
 
 
 def controls_wait() -> bool:
-    """Must a panel's controls wait until the cell that runs has ended?"""
+    """Return whether a panel's controls must wait until the current cell has ended."""
     return _cell_runs and time.monotonic() - _heard > MOMENT
 
 
 @contextlib.contextmanager
 def _serving() -> Iterator[Callable[[], None] | None]:
-    """What serves once, in the main thread of a kernel whose parts are as we know them; else None."""
+    """Yield a function that handles messages once, in the main thread of a known kind of kernel; otherwise None."""
     global _server
     shell = find_shell()
     if shell is None or os.getpid() != _process or threading.current_thread() is not threading.main_thread():
         yield None
-    elif _server is not None:  # a widget's callback waits: what is kept stays in one line
+    elif _server is not None:  # a widget's callback waits: the kept messages stay in one queue
         yield _server.serve
     elif (stream := _find_stream(shell.kernel)) is None:
         yield None
@@ -96,13 +96,13 @@ def _serving() -> Iterator[Callable[[], None] | None]:
 
 
 def _find_stream(kernel: Any) -> Any:
-    """Where the main thread reads its messages; None if that is not as in the versions that this was tried with."""
+    """Return the stream of the main thread's messages; None if the kernel differs from the versions tested."""
     try:
         import ipykernel
 
         if not (6, 29) <= ipykernel.version_info[:2] < (8, 0):
             return None
-        thread = getattr(kernel, "shell_channel_thread", None)  # where there are subshells, it hands messages on
+        thread = getattr(kernel, "shell_channel_thread", None)  # with subshells, it passes messages on
         pair = thread and thread.manager.get_shell_channel_to_subshell_pair(None)
         stream = pair.to_stream if pair else kernel.shell_stream
         needed = [stream._recv_callback, stream._run_callback, kernel.set_parent, kernel._publish_status]
@@ -115,16 +115,16 @@ def _find_stream(kernel: Any) -> Any:
 
 
 class MessageLoop:
-    """Reads the kernel's messages in the place of its event loop."""
+    """Reads the kernel's messages in place of its event loop."""
 
     def __init__(self, kernel: Any, stream: Any) -> None:
         self._kernel, self._stream = kernel, stream
-        self._arrived: deque[list[Any]] = deque()  # not looked at yet
+        self._arrived: deque[list[Any]] = deque()  # not read yet
         self._kept: list[list[Any]] = []
         self._has_read = False
 
     def serve(self) -> None:
-        """Handle what widgets have said."""
+        """Handle the messages of widgets."""
         global _heard
         _heard = time.monotonic()
         self._read()
@@ -146,7 +146,7 @@ class MessageLoop:
                 self._arrived.append(self._stream.socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
     def _is_widgets(self, frames: list[Any]) -> bool:
-        # only the header is unpacked: the session refuses what it has unpacked once, and the kernel has yet to do so
+        # only the header is unpacked: the session refuses to unpack a message twice, and the kernel still has to do it
         try:
             _, rest = self._kernel.session.feed_identities(frames, copy=False)
             return self._kernel.session.unpack(rest[1].bytes)["msg_type"] in WIDGETS
@@ -154,13 +154,13 @@ class MessageLoop:
             return False
 
     def _handle(self, frames: list[Any]) -> None:
-        """As the kernel does, and then everything belongs to the waiting cell again."""
+        """Handle a message as the kernel does, then direct output to the waiting cell again."""
         kernel = self._kernel
         cell = kernel._parent_ident["shell"], kernel.get_parent("shell")
         try:
             identity, rest = kernel.session.feed_identities(frames, copy=False)
             message = kernel.session.deserialize(rest, content=True, copy=False)
-            _flush()  # what the cell has printed so far is the cell's
+            _flush()  # what the cell has printed so far belongs to the cell
             kernel.set_parent(identity, message, channel="shell")
             kernel._publish_status("busy", "shell")
             kernel.shell_handlers[message["header"]["msg_type"]](self._stream, identity, message)
@@ -170,17 +170,17 @@ class MessageLoop:
             _flush()
             kernel._publish_status("idle", "shell")  # widgets send the next change only then
             kernel.set_parent(*cell, channel="shell")
-            kernel._publish_status("busy", "shell")  # as it is
+            kernel._publish_status("busy", "shell")  # which it is
 
     def give_back(self) -> None:
-        """The kernel gets what was kept, before anything that comes from now on."""
+        """Return the kept messages to the kernel, before any new ones."""
         if not self._has_read:
             return
         stream = self._stream
         with uninterrupted():
             for frames in (*self._kept, *self._arrived):
                 stream._run_callback(stream._recv_callback, frames)
-            stream.on_recv(stream._recv_callback, copy=False)  # look at once: we may have heard what it waits to hear
+            stream.on_recv(stream._recv_callback, copy=False)  # look at once: a message may have arrived meanwhile
 
 
 def _flush() -> None:
@@ -190,7 +190,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """An interrupt is one at any moment: where it meets a wait that is just over, Python reports an unlocked lock."""
+    """Turn the error of an interrupt at the very end of a wait, an unlocked lock, back into KeyboardInterrupt."""
     try:
         yield
     except RuntimeError as problem:
@@ -201,12 +201,12 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt comes afterwards: between reading a message and keeping it, it would lose a cell, and half an import
-    of torch would end the process when it is tried again.
+    """Delay an interrupt until the block ends: between reading a message and keeping it, it would lose a cell, and a
+    half import of torch would end the process at the next attempt.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield  # interrupts are not for this thread, or ignored, as in workers
+        yield  # interrupts do not reach this thread, or are ignored, as in workers
         return
     pressed: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))

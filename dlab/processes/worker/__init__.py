@@ -1,1 +1,1 @@
-"""The side of a worker: its life, what a function can ask and tell, and how it is stopped."""
+"""The worker's side: its main loop, the functions that user code can call, and how a function is stopped."""

@@ -1,9 +1,8 @@
-"""torch's compiler is imported when something is compiled, not when the first optimizer takes a step.
+"""Import torch's compiler when something is compiled, not when the first optimizer takes a step.
 
-Every `optimizer.step()` tells the compiler to break its graph there, and for that imports it: 1.5 s in every worker.
-Until somebody needs more of it, a stand-in knows the three things that optimizers and process groups ask, all of
-which mean nothing before the first compilation. Any other question imports the real one, which then takes its place
-for good.
+Every `optimizer.step()` tells the compiler to break its graph there, and imports it for that: 1.5 s in every worker.
+Until more of it is needed, a stand-in provides the three functions that optimizers and process groups call, which do
+nothing before the first compilation. Any other access imports the real module, which then replaces the stand-in.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ NAME = "torch._dynamo"
 
 
 class _StandIn(ModuleType):
-    __file__ = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "__init__.py")  # inspect asks every module
-    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # asked by init_process_group: nothing is cached yet
+    __file__ = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "__init__.py")  # for inspect
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # called by init_process_group; nothing is cached yet
 
     def graph_break(self, *_: Any, **__: Any) -> None:
-        """Nothing is being compiled: there is no graph to break."""
+        """Do nothing, since nothing is being compiled."""
 
     def disable(self, function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
-        """torch itself asks without wrapping, to keep three methods of optimizers from being compiled."""
+        """Return the function itself; torch uses it to keep three methods of optimizers from being compiled."""
         if function is not None and options.get("wrapping") is False:
             return function
         return _real().disable(function, recursive, **options)

@@ -1,7 +1,7 @@
-"""What a function can ask and tell while it runs in a worker: who am I, what is the learning rate now, here is my loss.
+"""The functions that user code calls in a worker: its rank, its device, the current value of a knob, and logging.
 
-All of it also works outside a worker (rank 0 of 1, knobs at their defaults, `log` prints), so that a function can be
-tried in one process before it is given to four.
+All of them also work outside a worker (rank 0 of 1, knobs at their defaults, `log` prints), so that a function can be
+tried in one process before it runs in four.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Servers(NamedTuple):
-    """What joins the workers and the servers of a cluster, as one of them sees it; servers count on after workers."""
+    """The connection between workers and servers of a cluster, as one of them sees it; servers follow the workers."""
 
     desk: SharedFile
     rank: int
@@ -39,18 +39,18 @@ _transport: Recorder | None = None
 _declared: set[str] = set()
 _slept = 0.0  # seconds of delay since the last `log`
 _kept: dict[Callable[[], Any], Any] = {}
-_NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
+_NAP = 0.05  # a delay that is shortened during the sleep takes effect within this time
 
 
 def enter(control: ControlBlock, rank: int, device: torch.device, servers: Servers | None) -> None:
-    """Called once by the worker."""
+    """Set up the context of this process; the worker calls it once."""
     global _control, _ring_rank, _device, _servers
     _control, _ring_rank, _device, _servers = control, rank, device, servers
     tell_in(control.waits[rank])
 
 
 def begin() -> None:
-    """Called by the worker before each run: knobs are declared and transports laid anew."""
+    """Prepare for a run: forget declared knobs and make new transports."""
     global _transport, _slept
     _declared.clear()
     _kept.clear()
@@ -58,34 +58,34 @@ def begin() -> None:
 
 
 def once(make: Callable[[], T]) -> T:
-    """What a function makes, made once in each run."""
+    """Return what `make()` returns, calling it only once in each run."""
     if make not in _kept:
         _kept[make] = make()
     return _kept[make]
 
 
 def is_worker() -> bool:
-    """Are we inside a worker of a cluster?"""
+    """Return whether this process is a worker of a cluster."""
     return _control is not None
 
 
 def servers() -> Servers | None:
-    """The way to the servers of this cluster; None outside a worker, or if there are none."""
+    """Return the connection to the servers of this cluster; None outside a worker, or if there are none."""
     return _servers
 
 
 def rank() -> int:
-    """This process's rank; 0 where there is no process group."""
+    """Return this process's rank; 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 where there is no process group."""
+    """Return the number of ranks; 1 if there is no process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def device() -> torch.device:
-    """Where this rank's tensors belong: its GPU if it has one, else the CPU."""
+    """Return the device for this rank's tensors: its GPU if it has one, else the CPU."""
     if _device is not None:
         return _device
     if torch.cuda.is_available():
@@ -94,10 +94,10 @@ def device() -> torch.device:
 
 
 def transport() -> Recorder:
-    """This rank's transport to all others, for the collectives of `dlab.collectives`. Every rank must call it.
+    """Return this rank's transport to all others, for the collectives of `dlab.collectives`. Every rank must call it.
 
-    Shared memory if all ranks are on one host and on the CPU, else torch.distributed's own point to point. Each
-    message is recorded as an event of kind `message`.
+    It uses shared memory if all ranks are on one host and on the CPU, and otherwise torch.distributed's point-to-point
+    messages. Each message is recorded as an event of kind `message`.
     """
     global _transport
     if not dist.is_initialized():
@@ -109,11 +109,11 @@ def transport() -> Recorder:
 
 
 def log(**data: Any) -> None:
-    """Tell the notebook something: `dlab.log(step=3, loss=0.7)`. Never waits; costs 10 to 50 us.
+    """Send values to the notebook: `dlab.log(step=3, loss=0.7)`. Never waits; costs 10 to 50 us.
 
-    Numbers, strings and small tensors; reading a GPU tensor's value waits for the GPU, as `.item()` does.
-    A delay set by `run.delay(rank, seconds)` is slept here, so a step is as slow as the learner has asked for. The next
-    event says how long that was, as `delay`.
+    Values are numbers, strings and small tensors; reading a GPU tensor waits for the GPU, as `.item()` does. A delay
+    set by `run.delay(rank, seconds)` is slept here, which makes each step slower. The next event has the time slept as
+    `delay`.
     """
     global _slept
     emit("log", data | {"delay": _slept} if _slept else data)
@@ -134,9 +134,9 @@ def emit(kind: str, data: dict[str, Any]) -> None:
 
 
 def knob(name: str, default: Any = None) -> Any:
-    """A value that can be turned while the run goes on: `lr = dlab.knob("lr", 0.01)`, then `run.set("lr", 0.05)`.
+    """Return a value that can be changed during the run: `lr = dlab.knob("lr", 0.01)`, then `run.set("lr", 0.05)`.
 
-    Costs one read of shared memory. The first call of a run tells the notebook that this knob exists.
+    Costs one read of shared memory. The first call in a run tells the notebook that this knob exists.
     """
     if _control is None:
         return default

@@ -1,4 +1,4 @@
-"""Inside a worker: wait for a function, run it with torch.distributed ready, send back what it returned or raised."""
+"""A worker's main loop: wait for a function, run it with torch.distributed ready, send back its result or error."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dlab.processes.between.roles import Role
 from dlab.processes.worker import context, observer
 from dlab.processes.worker.stopping import Stoppable
 
-# what the parent says
+# messages from the parent
 JOIN, TASK = 1, 2
-# what a worker says
+# messages from a worker
 READY, RESULT, FAILURE = 3, 4, 5
-LEFT = 6  # instead of a result, or after a failure: this rank is no longer in the process group
+LEFT = 6  # instead of a result, or after a failure: this rank has left the process group
 
 STOP, WHERE = signal.SIGUSR1, signal.SIGUSR2
 
@@ -40,33 +40,33 @@ namespace: dict[str, Any] = {"__name__": "__workers__", "__builtins__": __builti
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place in its cluster, or a server's: these come after the workers, and are in no process group."""
+    """The position of a worker or server in its cluster; servers come after the workers and join no process group."""
 
     rank: int
-    ranks: int  # workers
+    ranks: int  # number of workers
     servers: int
     backend: str
-    plugin: using | None  # what makes the backend, if it is not one of torch's own
+    plugin: using | None  # makes the backend, if it is not one of torch's own
     threads: int
     role: Role | None  # of the servers, if there are any
 
     @property
     def serves(self) -> bool:
-        """Is this the seat of a server?"""
+        """Whether this is the seat of a server."""
         return self.rank >= self.ranks
 
 
 @dataclass(frozen=True)
 class WorkingDirectory:
-    """The notebook's working directory and import path. To unpickle it is to go there: pickled before a function,
-    it makes sure that the function's modules are found."""
+    """The notebook's working directory and import path. Unpickling it changes to them: it is pickled before a function,
+    so that the function's modules are found."""
 
     directory: str
     path: list[str]
 
     @classmethod
     def here(cls) -> WorkingDirectory:
-        """The directory and the import path of the caller."""
+        """Return the caller's working directory and import path."""
         return cls(os.getcwd(), list(sys.path))
 
     def __reduce__(self) -> tuple[Callable[[str, list[str]], None], tuple[str, list[str]]]:
@@ -80,7 +80,7 @@ def _go_to(directory: str, path: list[str]) -> None:
 
 
 def run_cell(source: str, filename: str) -> Any:
-    """Run the body of a `%%workers` cell in the namespace that lasts; gives the value of its last expression."""
+    """Run the body of a `%%workers` cell in a namespace that persists, and return the value of its last expression."""
     body = ast.parse(source, filename)
     last = body.body[-1] if body.body else None
     if not isinstance(last, ast.Expr):
@@ -91,11 +91,11 @@ def run_cell(source: str, filename: str) -> Any:
 
 
 def main(channel: socket.socket) -> None:
-    """A worker's life: sit down, then serve until the parent hangs up."""
+    """Run a worker: take its seat, then serve until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole process group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     lifeline.die_with_parent()
-    # a worker may start processes of its own, as DataLoader(num_workers=2) does; these go with it, too
+    # a worker may start processes of its own, as DataLoader(num_workers=2) does; they end with it, too
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     os.register_at_fork(after_in_child=lambda: lifeline.signal_on_parent_death(signal.SIGKILL))
     _, files, _, _ = socket.recv_fds(channel, 1, 5)
@@ -120,13 +120,13 @@ def _redirect(out: int, err: int) -> None:
 
 
 def _open_streams() -> None:
-    # they live as long as the process; those that the fork server left may believe that they write to a file
+    # they live as long as the process; those inherited from the fork server may be set up for a file
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
 class Worker:
-    """One rank: it answers the parent's messages, one after another."""
+    """One rank, which answers the parent's messages one after another."""
 
     def __init__(self, seat: Seat, channel: socket.socket, control: ControlBlock, desk: int | None = None) -> None:
         self.seat, self.channel, self.control = seat, channel, control
@@ -147,7 +147,7 @@ class Worker:
         signal.signal(STOP, self.stoppable.on_signal)
 
     def serve(self) -> None:
-        """Answer messages one after another. A function under way is interrupted by a signal, not by a message."""
+        """Answer messages one after another. A running function is interrupted by a signal, not by a message."""
         while (message := messages.receive(self.channel)) is not None:
             if message.tag == JOIN:
                 self._answer(message.number, READY, lambda: self._join(*message.load(private=True)))
@@ -158,20 +158,20 @@ class Worker:
         try:
             value = work()
             if dist.group.WORLD is not self.group:
-                tag = LEFT  # the function has destroyed it, as scripts do at their end
+                tag = LEFT  # the function has destroyed the group, as scripts do at their end
             answer = self._pack(tag, number, value)
-        except BaseException as problem:  # SystemExit, too: the worker stays
+        except BaseException as problem:  # also SystemExit: the worker stays alive
             self._flush()
             with messages.Message(FAILURE, number, Report.of(problem)) as answer:
                 answer.send(self.channel)
-            traceback.clear_frames(problem.__traceback__)  # those of a collective hold the group
+            traceback.clear_frames(problem.__traceback__)  # frames of a collective hold the group
         else:
             self._flush()
             with answer:
                 answer.send(self.channel)
             return
-        # hang up on the other ranks: whoever waits for us in a collective comes back at once. It may take forever,
-        # if a collective that we have begun waits for another rank: then we are killed
+        # leave the group, so that a rank that waits for this one in a collective returns at once. This may block if a
+        # collective of ours waits for another rank; the supervisor then kills this process
         self._leave()
         with messages.Message(LEFT, number, None) as answer:
             answer.send(self.channel)
@@ -182,7 +182,7 @@ class Worker:
 
     def _call(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context.begin()
-        _open_streams()  # the function before may have replaced or closed them
+        _open_streams()  # the previous function may have replaced or closed them
         if self.seat.serves and self.seat.role is not None:
             return self.seat.role.play(function, args, kwargs)
         return function(*args, **kwargs)
@@ -197,12 +197,12 @@ class Worker:
             ) from None
 
     def _join(self, path: str, timeout: float | None) -> None:
-        """Form the process group anew. The file is private to this cluster and to this group."""
+        """Form a new process group. The file is private to this cluster and to this group."""
         if self.seat.serves:
             return
         self._leave()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to a rank when it is first spoken to
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect to a rank at the first message
         dist.init_process_group(
             self.seat.backend,
             store=dist.FileStore(path, self.seat.ranks),
@@ -214,9 +214,9 @@ class Worker:
         self.group = dist.group.WORLD
 
     def _leave(self) -> None:
-        self.group = None  # connections close when nobody holds the group
+        self.group = None  # connections close when the group has no references
         if dist.is_initialized():
-            with contextlib.suppress(Exception):  # a broken group is what we want to be rid of
+            with contextlib.suppress(Exception):  # errors of a broken group do not matter
                 dist.destroy_process_group()
 
     def _flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Whom a rank waits for in torch.distributed's own `send` and `recv`: they wait in C++, so another thread looks."""
+"""Find whom a rank waits for in torch.distributed's `send` and `recv`: they wait in C++, so another thread looks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE = dist.distributed_c10d.__file__
 
 
 def observe() -> None:
-    """Look at the main thread of this process from now on, five times a second. A look costs some microseconds."""
+    """Watch the main thread of this process, five times a second; each look costs a few microseconds."""
     threading.Thread(target=_look, name="dlab-observer", daemon=True).start()
 
 
@@ -28,17 +28,17 @@ def _look() -> None:
         found = _find(sys._current_frames().get(threading.main_thread().ident or 0))
         if found != seen:
             seen, since = found, time.monotonic()
-            clear()  # else it would be said of the next wait
+            clear()  # otherwise the next wait would inherit it
         if found is not None:
             tell(Wait(since, found[1], [found[2]], [0]))
 
 
 def _find(frame: FrameType | None) -> tuple[int, str, int] | None:
-    """Which call, what it does, and with which rank. Nothing of a frame is kept: it holds its function's tensors."""
+    """Return which call it is, what it does, and with which rank. Frames are not kept, because they hold tensors."""
     while frame is not None and frame.f_code.co_filename == _FILE:
         name, what = _POINT_TO_POINT.get(frame.f_code.co_name, ("", ""))
         other = frame.f_locals.get(name) if name else None
         if isinstance(other, int):
             return id(frame), what, other
-        frame = frame.f_back  # a `send` that still has to be connected waits in what it has called
+        frame = frame.f_back  # a `send` that is not connected yet waits in a function that it calls
     return None

@@ -1,4 +1,4 @@
-"""What the fork server does once, so that no worker has to: promise to go with its parent, import torch and dlab."""
+"""What the fork server does once for all workers: tie its life to its parent, and import torch and dlab."""
 
 import atexit
 import gc
@@ -18,10 +18,10 @@ def _remove_directory() -> None:
 
 
 def _leave(*_: int | FrameType | None) -> None:
-    """The parent is gone: remove the directory, end the workers and go; the system kills who is left.
+    """Remove the directory and end the workers, since the parent is gone; the system kills those that are left.
 
-    In this order, because the parent may be alive, if somebody else has sent the signal: when it sees that its workers
-    have died, it makes a new directory if the old one is gone.
+    The order matters if the parent is alive and another process has sent the signal: when the parent sees that its
+    workers have died, it makes a new directory if the old one is gone.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _remove_directory()
@@ -30,17 +30,17 @@ def _leave(*_: int | FrameType | None) -> None:
 
 
 if _directory:
-    os.setpgid(0, 0)  # Jupyter kills a kernel with its whole process group: somebody must stay to clear up
+    os.setpgid(0, 0)  # Jupyter kills a kernel with its process group; this process must live to clean up
     signal.signal(signal.SIGTERM, _leave)
     lifeline.signal_on_parent_death(signal.SIGTERM)
-    if os.getppid() != int(_parent):  # it died before we asked
+    if os.getppid() != int(_parent):  # the parent died before the request
         _leave()
     atexit.register(_remove_directory)  # forked workers leave by os._exit and do not run this
 
-# Only now, because it takes seconds, in which the parent may die. By name, because their order counts, and because some
-# lie above: the stand-in for torch's compiler before anything that would import the real one, then a worker's modules,
-# then what a training needs, because a worker that is stopped must first finish what it imports.
+# Imported late, because it takes seconds in which the parent may die. By name, because the order matters and some are
+# in layers above: first the stand-in for torch's compiler, then a worker's modules, then those of training, because a
+# worker that is stopped must first finish its imports.
 for _name in ("dlab.processes.worker.compiler", "dlab.processes.parent.handle", "dlab.training.loop"):
     importlib.import_module(_name)
 
-gc.freeze()  # a worker's garbage collector leaves these objects alone, so that their pages stay shared
+gc.freeze()  # the garbage collector of a worker skips these objects, so that their pages stay shared

@@ -1,9 +1,9 @@
-"""How a function is stopped: an exception is raised in it between two instructions, and must leave nothing half done.
+"""Stop a function: raise an exception in it between two instructions, without leaving anything half done.
 
-A module that is half imported cannot be used, nor can it be imported again: the exception waits until the import is
-over. An import that takes longer than the supervisor waits ends with its process; the worker that replaces it starts
-without that module. `with torch.no_grad()` may be cut off just where it sets its mode or sets it back: after a stop,
-the modes of torch are again what they were before the function.
+A half-imported module can be neither used nor imported again, so the exception waits until the import is complete. If
+the import takes longer than the supervisor waits, the process is killed; the worker that replaces it starts without
+that module. `with torch.no_grad()` may be interrupted just where it sets or restores its mode: after a stop, the modes
+of torch are set back to those before the function.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from dlab.processes.between.errors import Stopped
 
-IMPORTS = "<frozen importlib._bootstrap"  # the files of Python's import machinery begin so
+IMPORTS = "<frozen importlib._bootstrap"  # the file names of Python's import machinery begin like this
 DEVICES = ("cpu", "cuda")
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Is a frame, or one of its callers, part of an import? C code, such as unpickling, imports by the same frames."""
+    """Return whether a frame or one of its callers is part of an import, also of one by C code, as in unpickling."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(IMPORTS):
             return True
@@ -28,21 +28,21 @@ def is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-class Modes(NamedTuple):
+class TorchModes(NamedTuple):
     """How torch computes in this thread: with gradients or without, and in which precision."""
 
     gradients: bool
     autocast: list[tuple[bool, torch.dtype]]  # by device
-    depth: int  # of `with torch.autocast(…)` in one another
+    depth: int  # of nested `with torch.autocast(…)`
 
     @classmethod
-    def now(cls) -> Modes:
-        """The modes as they are now."""
+    def now(cls) -> TorchModes:
+        """Return the current modes."""
         each = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES]
         return cls(torch.is_grad_enabled(), each, _depth())
 
     def restore(self) -> None:
-        """Set the modes to what they were."""
+        """Set the modes of torch back to these."""
         torch.set_grad_enabled(self.gradients)
         for kind, (enabled, dtype) in zip(DEVICES, self.autocast, strict=True):
             torch.set_autocast_enabled(kind, enabled)
@@ -58,13 +58,13 @@ def _depth() -> int:
 
 
 class Stoppable:
-    """`with` it, a function can be stopped, once: what it does on its way out is not cut off again."""
+    """A context in which a function can be stopped once; its cleanup is not interrupted again."""
 
     def __init__(self) -> None:
         self._open = self._cut = False
 
     def __enter__(self) -> None:
-        self._modes, self._cut = Modes.now(), False
+        self._modes, self._cut = TorchModes.now(), False
         self._open = True
 
     def __exit__(self, *_: Any) -> None:
@@ -73,7 +73,7 @@ class Stoppable:
             self._modes.restore()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handles the signal that the supervisor sends again and again until the function has ended."""
+        """Handle the signal that the supervisor repeats until the function has ended."""
         if self._open and not is_importing(frame):
             self._open, self._cut = False, True
             raise Stopped("the run was stopped")

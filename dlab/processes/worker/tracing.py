@@ -1,8 +1,8 @@
-"""Watching a model learn: how large each layer's gradient is, and the path that it takes from its loss to its weight.
+"""Watch a model learn: the size of each layer's gradient, and the path of a gradient from the loss to the weight.
 
 A gradient is computed by the backward pass, perhaps put into a bucket with others, sent, reduced over all ranks, and
-applied by the optimizer. Hooks hear of the first and of the last; whoever moves gradients in between says so with
-`trace`, which costs next to nothing in passes that are not watched.
+applied by the optimizer. Hooks notice the first and the last stage; code that moves gradients in between reports it
+with `trace`, which costs next to nothing in passes that are not watched.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ STAGES = ("computed", "bucketed", "sent", "reduced", "applied")
 
 @dataclass
 class _Path:
-    """One gradient on its way."""
+    """The progress of one gradient."""
 
-    parameter: weakref.ref[torch.Tensor]  # an id alone may have passed to another tensor
+    parameter: weakref.ref[torch.Tensor]  # an id alone could belong to a newer tensor
     layer: str
     step: int
-    reached: int  # the last stage that was told
+    reached: int  # the last stage that was reported
 
 
 _paths: dict[int, _Path] = {}  # by the parameter's id; filled by a watched backward pass, emptied by the optimizer
 
 
 def watch(model: torch.nn.Module, every: int = 10) -> None:
-    """Stream what every `every`-th backward pass does: the gradient norm of each layer, and each gradient's path.
+    """Record every `every`-th backward pass: the gradient norm of each layer, and the path of each gradient.
 
-    Norms are those of this rank's own gradients, as an event of kind `gradients`: {step, norms by layer}. The path is
-    an event of kind `gradient` for each stage that a layer gets to: {step, layer, stage}; it is that of the layer's
-    largest parameter, mostly the weight. A step is a backward pass, counted from 0. On a GPU the time of an event is
-    that of putting the work into its queue.
+    Norms are those of this rank's own gradients, in an event of kind `gradients`: {step, norms by layer}. The path is
+    an event of kind `gradient` for each stage that a layer reaches: {step, layer, stage}; it follows the layer's
+    largest parameter, usually the weight. A step is a backward pass, counted from 0. On a GPU the time of an event is
+    the time at which the work was queued.
 
-    A watched pass takes about 0.2 ms for the norms of eight layers and 10 to 50 us for each stage of each layer; one
-    in between takes a counter per layer. Outside a worker there is nobody to trace, and it costs nothing.
+    A watched pass takes about 0.2 ms for the norms of eight layers and 10 to 50 us for each stage of each layer; other
+    passes update one counter per layer. Outside a worker nothing is recorded, and it costs nothing.
     """
     if every < 1:
         raise ValueError(f"every={every}: give a whole number of backward passes, 1 or more")
@@ -55,21 +55,21 @@ def watch(model: torch.nn.Module, every: int = 10) -> None:
         raise ValueError("this model has no parameters that require a gradient: there is nothing to watch")
     if is_worker():
         _listen_to_optimizers()
-        _Watch(layers, every)
+        _GradientWatch(layers, every)
 
 
 def trace(stage: str, *parameters: torch.Tensor) -> None:
-    """Say that the gradients of these parameters have got to a stage; for whoever puts them into buckets or sends them.
+    """Report that the gradients of these parameters have reached a stage; for code that moves gradients.
 
-    Told once, in the order of the stages, and only of gradients of a watched pass that are not applied yet; in all
-    other cases it returns at once, in less than a microsecond.
+    Each stage is recorded once, in order, and only for gradients of a watched pass that have not been applied yet; in
+    all other cases it returns at once, in less than a microsecond.
 
     >>> trace("sent", parameter)
     >>> dist.all_reduce(parameter.grad)
     >>> trace("reduced", parameter)
     """
     if stage not in STAGES:
-        raise ValueError(f"{stage!r} is no stage of a gradient: use {', '.join(STAGES)}")
+        raise ValueError(f"{stage!r} is not a stage of a gradient: use {', '.join(STAGES)}")
     if not _paths:
         return
     number = STAGES.index(stage)
@@ -83,8 +83,8 @@ def trace(stage: str, *parameters: torch.Tensor) -> None:
             del _paths[id(parameter)]
 
 
-class _Watch:
-    """Held by the hooks of all parameters, and gone with them."""
+class _GradientWatch:
+    """The state of one `watch`; the hooks of all parameters hold it, and it ends with them."""
 
     def __init__(self, layers: dict[str, list[torch.nn.Parameter]], every: int) -> None:
         self.layers, self.every = list(layers), every
@@ -98,11 +98,11 @@ class _Watch:
 
     def on_gradient(self, layer: str, is_largest: bool, parameter: torch.Tensor) -> None:
         backward = torch._C._current_graph_task_id()
-        if backward != self.backward:  # the first gradient of this pass: be called again when the pass is over
+        if backward != self.backward:  # the first gradient of this pass: register a callback for its end
             self.backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self.after_backward)
         if self.step % self.every == 0 and parameter.grad is not None:
-            # now: when the pass is over it may have been reduced already
+            # computed now, because at the end of the pass the gradient may have been reduced already
             self.norms.setdefault(layer, []).append(torch.linalg.vector_norm(parameter.grad))
             if is_largest:
                 _paths[id(parameter)] = _Path(weakref.ref(parameter), layer, self.step, reached=-1)
@@ -118,7 +118,7 @@ class _Watch:
 
 @cache
 def _listen_to_optimizers() -> None:
-    """Once in a process: hear of the steps of all optimizers; one that holds none of the parameters tells nothing."""
+    """Hook into the steps of all optimizers, once per process; only those with watched parameters record anything."""
 
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if _paths:
