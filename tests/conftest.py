@@ -20,9 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """A Jupyter server for the tests of a file."""
+    """A Jupyter server for all tests in a browser."""
     from browser import Server
 
     server = Server(tmp_path_factory.mktemp("jupyter"))
@@ -40,6 +40,16 @@ def chromium(server):
             yield chromium
     except NoBrowser as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture
+def notebook(opened):
+    """What the file has `opened`; after each test nothing runs there, and nothing has gone wrong in page or cells."""
+    opened.errors.clear()
+    yield opened
+    opened.ask("'run' in globals() and run.stop()")
+    assert opened.failures() == []
+    assert opened.errors == []
 
 
 @pytest.fixture(scope="module")
