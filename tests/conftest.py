@@ -71,10 +71,12 @@ def start_together(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(request):
-    """One for all tests of a file; as many workers as its `WORKERS` says, else two."""
+    """One for all tests of a file, as it says: so many WORKERS or RANKS, else two; SERVERS, if any; a BACKEND."""
     import dlab
 
-    with dlab.Cluster(getattr(request.module, "WORKERS", 2)) as cluster:
+    said = vars(request.module)
+    workers = said.get("WORKERS", said.get("RANKS", 2))
+    with dlab.Cluster(workers, servers=said.get("SERVERS", 0), backend=said.get("BACKEND", "auto")) as cluster:
         yield cluster
 
 

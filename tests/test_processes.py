@@ -18,13 +18,8 @@ from kernels import alive, eventually, open_handles
 import dlab
 from dlab.processes.parent import forkserver
 
+WORKERS = 4  # of the cluster
 CORES = len(os.sched_getaffinity(0))
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(4) as cluster:
-        yield cluster
 
 
 def is_one_sentence(text: str) -> bool:

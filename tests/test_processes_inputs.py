@@ -11,13 +11,9 @@ import torch.distributed as dist
 
 import dlab
 
+WORKERS = 4  # of the cluster
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(4) as cluster:
-        yield cluster
 
 
 def is_one_sentence(text: str) -> bool:

@@ -8,13 +8,7 @@ from dlab import collectives
 from dlab.collectives import ring_allreduce
 from dlab.transports import SharedTransport, TorchTransport, connect
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(3) as cluster:
-        yield cluster
-
-
+WORKERS = 3  # of the cluster
 KINDS = {"shared memory": connect, "gloo": TorchTransport}
 kinds = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 

@@ -8,17 +8,13 @@ from dlab import collectives
 from dlab.collectives import ring_allreduce
 from dlab.transports import TorchTransport
 
+WORKERS, BACKEND = torch.cuda.device_count(), "nccl"  # of the cluster
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(torch.cuda.device_count(), backend="nccl") as cluster:
-        yield cluster
 
 
 def _allreduce(name, elements, dtype):
