@@ -80,6 +80,20 @@ def cluster(request):
         yield cluster
 
 
+@pytest.fixture(
+    scope="module", params=["threads", "shared memory", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+)
+def transport(request):
+    """`transport(work, inputs)` calls a function on every rank; who asks for it is run over every transport."""
+    from over import Over
+
+    over = Over(request.param)
+    if len(over.numbers) < 2:
+        pytest.skip("needs two CUDA devices")
+    yield over
+    over.close()
+
+
 @pytest.fixture
 def started(cluster):
     """Starts runs, and ends them with the test."""
