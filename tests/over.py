@@ -32,6 +32,10 @@ class Over:
     def __call__(self, work: Work, inputs: Sequence[torch.Tensor]) -> Rehearsal:
         if self.kind == "threads":
             return dlab.rehearse(lambda transport: work(transport, inputs[transport.rank].clone()), ranks=len(inputs))
+        if self.kind == "nccl" and len(inputs) > len(self.numbers):
+            import pytest  # not in a worker
+
+            pytest.skip(f"needs {len(inputs)} CUDA devices")
         if len(inputs) not in self._clusters:
             backend = "nccl" if self.kind == "nccl" else "gloo"
             self._clusters[len(inputs)] = dlab.Cluster(len(inputs), backend=backend)
