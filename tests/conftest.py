@@ -70,6 +70,16 @@ def start_together(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def kernel(request, tmp_path_factory):
+    """A Jupyter kernel for all tests of a file, in which its FIRST_CELL has run."""
+    from kernels import Kernel, ok
+
+    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
+        ok(kernel.run(request.module.FIRST_CELL))
+        yield kernel
+
+
+@pytest.fixture(scope="module")
 def cluster(request):
     """One for all tests of a file, as it says: so many WORKERS or RANKS, else two; SERVERS, if any; a BACKEND."""
     import dlab

@@ -23,6 +23,9 @@ from jupyter_client import KernelManager
 PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for `import trouble`
 
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in a traceback
+
+
 class Cell(NamedTuple):
     """What a cell shows: its two streams, the text of its last expression, its error if it has one."""
 
@@ -148,6 +151,17 @@ class Kernel:
             message["msg_type"] == "status" and message["content"]["execution_state"] == "idle"
             for message in self._messages[cell]
         )
+
+
+def ok(cell: Cell) -> Cell:
+    """The same cell, which must have had no error."""
+    assert cell.error is None, cell.traceback
+    return cell
+
+
+def is_one_sentence(text: str) -> bool:
+    """As an error should be: short, on one line, and without a second sentence."""
+    return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20) -> Any:
