@@ -95,6 +95,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_cluster_of_its_parent_alone_and_may_have_its_own(scripts):
     done = scripts["forks"].finish()
     assert done.returncode == 0, done.stderr
