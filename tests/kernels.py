@@ -103,7 +103,7 @@ class Kernel:
                 error, trace = content["ename"], "\n".join(content["traceback"])
         return Cell(streams["stdout"], streams["stderr"], result, error, trace)
 
-    def wait_for(self, cell: str, text: str, timeout: float = 30) -> Cell:
+    def wait_for(self, cell: str, text: str, timeout: float = 60) -> Cell:
         """Wait until a cell shows this text on its standard output."""
         missing = f"{text!r} did not appear in cell {cell}"
         self._read(lambda: text in self.shown(cell).stdout, timeout, missing)
@@ -164,7 +164,7 @@ def is_one_sentence(text: str) -> bool:
     return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """Wait until the condition holds and give its value; on a busy machine that may take a while."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -245,7 +245,7 @@ class Script:
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 3
             process.send_signal(end)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
         family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
         expect_nothing_left(family, self._home, "a script")
         assert os.listdir(self._home) == []
