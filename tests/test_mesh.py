@@ -161,8 +161,8 @@ def use(mesh, shared, count=1001, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_in_a_rehearsal(dtype):
-    found = dlab.rehearse(lambda t: use(dlab.Mesh((2, 2), ("dp", "tp"), t), False, 7, dtype), ranks=4)
+def test_over_every_transport(transport, dtype):
+    found = transport(lambda t, _: use(dlab.Mesh((2, 2), ("dp", "tp"), t), False, 7, dtype), [torch.zeros(1)] * 4)
     assert all(all(each) for each in found), found
     assert found.messages, "they can be seen"
 
