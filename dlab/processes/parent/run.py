@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
+from dlab.kinds import KNOB, STATE
 from dlab.processes.between.control import Knobs
 from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.parent.history import EventHistory
@@ -143,7 +144,7 @@ class Run:
 
     def _ends(self, places: Collection[int]) -> dict[int, str]:
         """How the other ranks have ended: those that are in none of these places any more."""
-        last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == "state"}
+        last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == STATE}
         others = {rank: state for rank, state in last.items() if rank < self.ranks and rank not in places}
         return {rank: _ENDS.get(state, "ended") for rank, state in others.items()}
 
@@ -228,8 +229,8 @@ class Run:
         """The knobs that the ranks have asked for so far, with their defaults."""
         records, self._searched = self.since(self._searched)
         for each in records:
-            if b"knob" in each.written:  # else there is no need to read it
-                told = [data for (_, _, kind), data in each.read().items() if kind == "knob"]
+            if KNOB.encode() in each.written:  # else there is no need to read it
+                told = [data for (_, _, kind), data in each.read().items() if kind == KNOB]
                 self._declared.update({data["name"]: data["default"] for data in told})
         return dict(self._declared)
 
@@ -269,7 +270,7 @@ class Run:
             told = {"state": state, "why": why}
             if rank >= self.ranks:
                 told["name"] = name_ranks([rank], self.ranks)
-            self.states.append(Event(now, rank, "state", told))
+            self.states.append(Event(now, rank, STATE, told))
 
     def save(self, path: str | Path) -> None:
         """Write what the ranks have told and what became of them, by time, as JSON lines for `dlab.load_events`."""

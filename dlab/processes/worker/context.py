@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from dlab.kinds import COLLECTIVE, KNOB, LOG, Knob
 from dlab.memory.waits import tell_in
 from dlab.processes.between.control import ControlBlock, Desk
+from dlab.processes.worker.tally import Tally
 from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ _servers: Servers | None = None
 _ring_rank = 0
 _device: torch.device | None = None
 _transport: Recorder | None = None
+_tally: Tally | None = None
 _declared: set[str] = set()
 _slept = 0.0  # seconds of delay since the last `log`
 _kept: dict[Callable[[], Any], Any] = {}
@@ -43,8 +46,9 @@ _NAP = 0.05  # a delay that is shortened while we sleep takes effect this soon
 
 def enter(control: ControlBlock, rank: int, device: torch.device, servers: Servers) -> None:
     """Called once by the worker."""
-    global _control, _ring_rank, _device, _servers
+    global _control, _ring_rank, _device, _servers, _tally
     _control, _ring_rank, _device, _servers = control, rank, device, servers
+    _tally = Tally(control.rings[rank].push)
     tell_in(control.waits[rank])
 
 
@@ -54,6 +58,12 @@ def begin() -> None:
     _declared.clear()
     _kept.clear()
     _transport, _slept = None, 0.0
+
+
+def end() -> None:
+    """Called by the worker after each run: tell what has been kept back."""
+    if _tally is not None:
+        _tally.flush()
 
 
 def once(make: Callable[[], T]) -> T:
@@ -115,7 +125,7 @@ def log(**data: Any) -> None:
     event says how long that was, as `delay`.
     """
     global _slept
-    emit("log", data | {"delay": _slept} if _slept else data)
+    emit(LOG, data | {"delay": _slept} if _slept else data)
     _slept = 0.0
     if _control is not None and _control.delays[_ring_rank] > 0.0:
         start = time.monotonic()
@@ -124,12 +134,15 @@ def log(**data: Any) -> None:
         _slept = time.monotonic() - start
 
 
-def emit(kind: str, data: dict[str, Any]) -> None:
-    """Write an event of any kind."""
-    if _control is not None:
-        _control.rings[_ring_rank].push(kind, data)
-    elif kind == "log":
-        print("  ".join(f"{key}={value}" for key, value in data.items()))
+def emit(kind: str, data: Mapping[str, Any]) -> None:
+    """Write an event of any kind; collectives are added up first."""
+    if _control is None or _tally is None:
+        if kind == LOG:
+            print("  ".join(f"{key}={value}" for key, value in data.items()))
+    elif kind == COLLECTIVE:
+        _tally.add(data)
+    else:
+        _control.rings[_ring_rank].push(kind, cast("dict[str, Any]", data))
 
 
 def knob(name: str, default: Any = None) -> Any:
@@ -141,5 +154,6 @@ def knob(name: str, default: Any = None) -> Any:
         return default
     if name not in _declared:
         _declared.add(name)
-        emit("knob", {"name": name, "default": default})
+        told: Knob = {"name": name, "default": default}
+        emit(KNOB, told)
     return _control.read().get(name, default)
