@@ -17,8 +17,9 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 import dlab
 from dlab import collectives, cost, kvstore
 from dlab.views import Messages
-from dlab.views.messages import _MOST, _SENT, _bend, _size
+from dlab.views.messages import _MOST, _SENT, _bend
 from dlab.views.page import pack
+from dlab.views.totals import write_size
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -165,7 +166,7 @@ def test_a_step_that_is_not_there_gets_a_sentence(step):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (20 << 20, "20 MiB"), (5 << 40, "5120 GiB")],
 )
 def test_sizes_are_short(count, words):
-    assert _size(count) == words
+    assert write_size(count) == words
 
 
 def test_arrows_lie_between_the_rims_of_two_ranks():

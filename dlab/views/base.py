@@ -96,6 +96,11 @@ class View(ABC):
         """The same as the picture, for a terminal."""
 
     @property
+    def remark(self) -> str:
+        """What is to be said above the picture, if anything."""
+        return ""
+
+    @property
     def missing(self) -> str:
         """`3 events left out: their loss is no number`, or nothing."""
         return "; ".join(
@@ -118,7 +123,7 @@ class View(ABC):
     @property
     def parts(self) -> list[PagePart]:
         """The pictures of a page: this one."""
-        title = ": ".join(filter(None, [self.title, self.missing]))
+        title = ": ".join(filter(None, [self.title, self.remark, self.missing]))
         return [PagePart(self.script, title, self.alt, self.data())]
 
     def save_html(self, path: str | Path) -> None:

@@ -95,7 +95,7 @@ class Panel:
     @property
     def shown(self) -> list[View]:
         """Views that have something to show or to say."""
-        return [view for view in self.views if not view.empty or view.left_out]
+        return [view for view in self.views if not view.empty or view.remark or view.left_out]
 
     @property
     def parts(self) -> list[PagePart]:

@@ -6,11 +6,14 @@ Ranks run ahead of each other, so that what comes first is not always what belon
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, …, as a recorder tells them
+from dlab.kinds import Message
+from dlab.views.totals import name_group
+
+_GROUPS = 4  # that are listed
 _COLUMNS = ("source", "destination", "bytes", "start", "end", "begin", "count", "of", "low", "high")
 
 
@@ -40,6 +43,17 @@ class Step:
     def messages(self) -> list[Message]:
         """By source; a rank's own in their order."""
         return sorted(self._messages, key=lambda message: message["source"])
+
+    @property
+    def axes(self) -> str:
+        """`tp`, the axis of the mesh along which they went; nothing if they went between all ranks."""
+        return " and ".join(dict.fromkeys(filter(None, map(name_group, self.messages))))
+
+    @property
+    def groups(self) -> str:
+        """`within tp [0, 1] [2, 3]`: also the ranks of each group; of many groups only the first ones."""
+        found = list(dict.fromkeys(str(message["group"]) for message in self.messages if "group" in message))
+        return " ".join(["within", self.axes, *found[:_GROUPS], *["…"] * (len(found) > _GROUPS)]) if found else ""
 
     @property
     def table(self) -> np.ndarray:
@@ -128,6 +142,7 @@ class Steps:
         for number in rounds:
             for step in _in_order(self._rounds[number]):
                 name = step.name if step.phase else f"step {number + 1} of {self._unlabelled}"
+                name += f" within {step.axes}" if step.axes else ""
                 title = f"round {number + 1}, {name}" if step.phase and len(self._rounds) > 1 else name
                 found.append(Titled(title, colours.index(step.phase), number, step))
         return found
