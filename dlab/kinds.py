@@ -126,7 +126,7 @@ class StateDetails(TypedDict, total=False):
 class State(StateDetails):
     """What has become of a rank or a server, as its cluster sees it."""
 
-    state: Annotated[Text, "running, delayed, paused, returned, stopped, failed or dead."]
+    state: Annotated[Text, "Its state: running, delayed, paused, returned, stopped, failed or dead."]
 
 
 class RankWaits(TypedDict):
