@@ -15,13 +15,13 @@ import torch.distributed as dist
 from dlab import collectives
 from dlab.backend.group import OPS, DlabGroup
 from dlab.collectives.ops import finish, prepare
-from dlab.collectives.recorded import RecordedCollectives
+from dlab.collectives.recorded import ALGORITHM, RecordedCollectives
 from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
 from dlab.collectives.shared import SharedCollectives
 from dlab.processes.worker import context
 from dlab.processes.worker.context import device, world_size
 from dlab.processes.worker.tracing import trace
-from dlab.transports import Recorder, TorchTransport, Transport
+from dlab.transports import Group, TorchTransport, Transport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
@@ -193,8 +193,10 @@ def _connect(transport: Transport) -> SharedCollectives | None:
     """In a worker, whoever looks at the run hears of each collective."""
     if not context.is_worker():
         return SharedCollectives.connect(transport)
-    hears = Recorder(transport, context.emit) if isinstance(transport, TorchTransport) else transport
-    return RecordedCollectives.connect_to(transport, hears)
+    group = {"group": list(transport.members), "axis": transport.axis} if isinstance(transport, Group) else {}
+    return RecordedCollectives.connect_to(
+        transport, lambda name: context.counter({"name": name, "algorithm": ALGORITHM, **group}).add
+    )
 
 
 def _place(group: Transport | None, shared: SharedCollectives | None) -> tuple[int, int]:

@@ -178,45 +178,55 @@ def collective(start, end, nbytes=8, **more):
     return told | {"seconds": end - start, "start": start, "end": end} | more
 
 
-def test_those_that_begin_within_a_period_are_told_together():
-    told = []
-    sums = Tally(lambda kind, data: told.append((kind, dict(data))) or True)
-    sums.add(collective(0.0, 0.002))
-    sums.add(collective(0.004, 0.008, nbytes=80))
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def sums(told):
+    return Tally(lambda kind, data: told.append(data) or kind == "collective")
+
+
+def test_those_that_begin_within_a_period_are_told_together(sums, told):
+    sums.add(collective(1.0, 1.002))
+    sums.add(collective(1.004, 1.008, nbytes=80))
     assert not told
-    sums.add(collective(PERIOD, 5.0))  # begins later: it stands for itself
-    assert told == [("collective", collective(0.0, 0.008, nbytes=88, count=2, seconds=0.006))]
+    sums.add(collective(1.0 + PERIOD, 5.0))  # begins later: it stands for itself
+    assert told == [collective(1.0, 1.008, nbytes=88, count=2, seconds=pytest.approx(0.006))]
     sums.add(collective(5.5, 5.6))
-    assert told[1:] == [("collective", collective(PERIOD, 5.0))]
+    assert told[1:] == [collective(1.0 + PERIOD, 5.0)]
     sums.flush()
     sums.flush()
-    assert told[2:] == [("collective", collective(5.5, 5.6, seconds=5.6 - 5.5))]
+    assert told[2:] == [collective(5.5, 5.6)]
+    sums.add(collective(5.601, 5.602))  # of the next run, which begins a period of its own
+    sums.flush()
+    assert told[3:] == [collective(5.601, 5.602)]
 
 
-def test_other_names_algorithms_and_groups_are_told_apart():
-    told = []
-    sums = Tally(lambda kind, data: told.append(data) or True)
+def test_other_names_algorithms_and_groups_are_told_apart(sums, told):
     others = [{}, {"name": "broadcast"}, {"algorithm": "gloo"}, {"group": [0, 1], "axis": "tp"}, {"group": [1, 0]}]
     for each in others * 3:
-        sums.add(collective(0.0, 0.001, **each))
+        sums.add(collective(1.0, 1.001, **each))
     sums.flush()
-    assert [each["count"] for each in told] == [3] * len(others)
+    expected = [
+        collective(1.0, 1.001, **each, nbytes=24, count=3) | {"seconds": pytest.approx(0.003)} for each in others
+    ]
+    assert len(told) == len(others) and all(each in expected for each in told)
 
 
-def test_what_the_ring_has_no_room_for_is_told_later():
-    told, room = [], False
-    sums = Tally(lambda kind, data: room and (told.append(dict(data)) or True))
-    sums.add(collective(0.0, 0.001))
+def test_what_the_ring_has_no_room_for_is_told_later(told):
+    room = False
+    sums = Tally(lambda kind, data: room and (told.append(data) or True))
     sums.add(collective(1.0, 1.001))
-    room = True
     sums.add(collective(2.0, 2.001))
-    assert [(each["count"], each["bytes"], each["end"]) for each in told] == [(2, 16, 1.001)]
+    room = True
+    sums.add(collective(3.0, 3.001))
+    assert [(each["count"], each["bytes"], each["start"], each["end"]) for each in told] == [(2, 16, 1.0, 2.001)]
 
 
-def test_threads_do_not_lose_any(monkeypatch):
-    told = []
+def test_threads_do_not_lose_any(monkeypatch, sums, told):
     monkeypatch.setattr(tally, "PERIOD", 0.0)
-    sums = Tally(lambda kind, data: told.append(dict(data)) or True)
 
     def work():
         for _ in range(2000):

@@ -109,6 +109,7 @@ class Group(Transport):
     def __init__(self, transport: Transport, members: Sequence[int], axis: str = "") -> None:
         if transport.rank not in members:
             raise ValueError(f"rank {transport.rank} is not in the group {list(members)}: only members may take part")
+        self.axis = axis
         if isinstance(transport, Group):
             members, transport = [transport._members[member] for member in members], transport._transport
         self._members = list(members)

@@ -171,11 +171,10 @@ def _lies_in(spans: list[tuple[int, int]], shape: list[int]) -> bool:
     return len(spans) == len(shape) and all(stop <= size for (_, stop), size in zip(spans, shape, strict=True))
 
 
-# how each thing that a field can be is read; what can be anything is taken as it is
+# how each thing that a field can be is read; knobs, which are no numbers of a picture, are taken as they are
 _READ: dict[str, Callable[[Any], Any]] = {
     "text": text,
     "sentence": _sentence,
-    "name": lambda value: value if isinstance(value, str) else None,
     "rank": _rank,
     "list of ranks": _list_of(_rank),
     "list of waiting ranks": _list_of(_waiting),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dlab.kinds import COLLECTIVE, KNOB, LOG, Knob
 from dlab.memory.waits import tell_in
 from dlab.processes.between.control import ControlBlock, Desk
-from dlab.processes.worker.tally import Tally
+from dlab.processes.worker.tally import Counter, Tally
 from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
@@ -143,6 +143,12 @@ def emit(kind: str, data: Mapping[str, Any]) -> None:
         _tally.add(data)
     else:
         _control.rings[_ring_rank].push(kind, cast("dict[str, Any]", data))
+
+
+def counter(sort: Mapping[str, Any]) -> Counter:
+    """Counts collectives of a sort, for whoever does so many of them that an event for each would slow them down."""
+    assert _tally is not None, "only a worker has somebody to tell"
+    return Counter(_tally, sort)
 
 
 def knob(name: str, default: Any = None) -> Any:
