@@ -80,9 +80,9 @@ class CollectiveDetails(Within, total=False):
 
 
 class Collective(CollectiveDetails):
-    """Collectives of one sort that this rank has taken part in; short ones that follow each other are told together."""
+    """Collectives of one sort that this rank took part in and that sent no messages; short ones are told together."""
 
-    name: Annotated[Text, "What it is: all-reduce, reduce-scatter, all-gather, all-to-all, …"]
+    name: Annotated[Text, "What it is: all-reduce, reduce-scatter, …; or push and pull, of weights that all share."]
     algorithm: Annotated[Text, "How it was done: through shared memory, or by which backend."]
     count: Annotated[Count, "How many of them."]
     bytes: Annotated[Count, "How long the tensors are that this rank had for them, in all."]

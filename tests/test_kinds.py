@@ -33,6 +33,7 @@ STRATEGIES = {
     "parameter server": dlab.ParameterServer(mode="sync"),
     "asynchronous server": dlab.ParameterServer(mode="async"),
     "stale synchronous server": dlab.ParameterServer(mode="ssp", staleness=1),
+    "no server": dlab.ParameterServer(mode="async", servers=0),
     "DDP": dlab.DDP(),
 }
 # Nothing of dlab cuts tensors yet; a view draws the slices of those that a learner has cut.

@@ -106,6 +106,19 @@ def test_the_buckets_of_a_step_are_one_collective(cluster):
     assert set(buckets.values()) == {3 * steps}, "a bucket for each of the last two parameters, and one for the others"
 
 
+def test_weights_that_lie_in_shared_memory_are_pushed_and_pulled(cluster):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.zeros(64, dtype=torch.long))
+    run = dlab.train(
+        lambda: torch.nn.Linear(6, 3), data, dlab.ParameterServer("async", servers=0), on=cluster, batch_size=16
+    )
+    run.wait(60)
+    found, nbytes = totals(run), 4 * (6 * 3 + 3)
+    for rank in range(WORKERS):
+        assert found[rank, "push", (0, 1, 2, 3), ""] == (4, 4 * nbytes)
+        pulls, pulled = found[rank, "pull", (0, 1, 2, 3), ""]
+        assert pulls >= 4 and pulled == pulls * nbytes
+
+
 def in_trouble(how):
     for _ in range(10):
         dlab.allreduce(torch.ones(3))

@@ -38,7 +38,8 @@ def log_cost(name: str, quick: bool) -> Row:
     step, call = median(silent), median(calls)
     note = (
         f"one log and the count of one collective (mean {1e3 * mean(calls):.0f} us) over the step, "
-        f"784-512-512-10, batch {BATCH}, {WORKERS} workers; steps with and without it in turn differ by {100 * (median(logged) / step - 1):+.1f} %"
+        f"784-512-512-10, batch {BATCH}, {WORKERS} workers; steps with and without it in turn differ by "
+        f"{100 * (median(logged) / step - 1):+.1f} %"
     )
     return Row(name, call, step, call / step, AtMost(0.02), "ms", note)
 
