@@ -15,44 +15,44 @@ Sentence = Annotated[str, "sentence"]
 Name = Annotated[str, "name"]
 Anything = Annotated[Any, "anything"]
 Rank = Annotated[int, "rank"]
-Ranks = Annotated[list[int], "list of ranks"]
+RankList = Annotated[list[int], "list of ranks"]
 Count = Annotated[int, "count"]
-Counts = Annotated[list[int], "list of counts"]
+CountList = Annotated[list[int], "list of counts"]
 Sizes = Annotated[list[int], "list of sizes"]
-Labels = Annotated[list[int | str], "list of labels"]
+LabelList = Annotated[list[int | str], "list of labels"]
 Spans = Annotated[list[tuple[int, int]], "list of starts and stops"]
-Norms = Annotated[dict[str, float], "numbers by layer"]
+NormsByLayer = Annotated[dict[str, float], "numbers by layer"]
 Number = Annotated[float, "number"]
-Step = Annotated[int, "whole number"]
-Round = Annotated[int, "whole number from 0 on"]
+WholeNumber = Annotated[int, "whole number"]
+Ordinal = Annotated[int, "whole number from 0 on"]
 Seconds = Annotated[float, "number of seconds"]
 Moment = Annotated[float, "number of seconds"]
 
 
-class Log(TypedDict, total=False):
+class LogData(TypedDict, total=False):
     """What a worker has logged with `dlab.log`, mostly once a step; it may have any other fields as well."""
 
-    step: Annotated[Step, "The step that has just ended, counted from 0."]
+    step: Annotated[WholeNumber, "The step that has just ended, counted from 0."]
     epoch: Annotated[Count, "The pass over the data that the step belongs to, counted from 0."]
     loss: Annotated[Number, "The mean loss of this rank's batch."]
     samples: Annotated[Count, "How many samples this rank has learned from in the step."]
     compute: Annotated[Seconds, "How long this rank has computed in the step."]
     wait: Annotated[Seconds, "How long it has waited in the step, for other ranks or for servers."]
     delay: Annotated[Seconds, "How long `run.delay` has made it sleep before the step."]
-    staleness: Annotated[Counts, "Of each update of the step: by how many updates its gradient came too late."]
+    staleness: Annotated[CountList, "Of each update of the step: by how many updates its gradient came too late."]
 
 
 class Within(TypedDict, total=False):
     """The group in which something was sent; both are absent if it went between all ranks."""
 
-    group: Annotated[Ranks, "The ranks of the group in which it went; absent if that is all ranks."]
+    group: Annotated[RankList, "The ranks of the group in which it went; absent if that is all ranks."]
     axis: Annotated[Text, "The axis of the mesh along which the group lies, or its axes; else the group's name."]
 
 
 class MessageDetails(TypedDict, total=False):
     """What is told of a message as far as it is known, without taking long to look."""
 
-    round: Annotated[Round, "How many collectives came before it on the same transport."]
+    round: Annotated[Ordinal, "How many collectives came before it on the same transport."]
 
     count: Annotated[Count, "How many numbers it carries."]
     begin: Annotated[Count, "At which number of a longer tensor they begin."]
@@ -61,7 +61,7 @@ class MessageDetails(TypedDict, total=False):
     high: Annotated[Number, "The largest of them."]
 
 
-class Message(Within, MessageDetails):
+class MessageData(Within, MessageDetails):
     """A tensor went from one rank to another; told once, by its sender, or by the worker if one end is a server."""
 
     source: Annotated[Rank, "Who sent it; servers count on after the ranks."]
@@ -70,7 +70,7 @@ class Message(Within, MessageDetails):
     start: Annotated[Moment, "When sending it began, since 1970."]
     end: Annotated[Moment, "When it had been sent."]
     phase: Annotated[Text, "The part of the algorithm that it belongs to; empty if nobody has said."]
-    step: Annotated[Step, "Its step within that part, counted from 0."]
+    step: Annotated[WholeNumber, "Its step within that part, counted from 0."]
 
 
 class CollectiveDetails(Within, total=False):
@@ -79,7 +79,7 @@ class CollectiveDetails(Within, total=False):
     buckets: Annotated[Count, "How many pieces they came in, in all, where gradients are reduced in buckets."]
 
 
-class Collective(CollectiveDetails):
+class CollectiveData(CollectiveDetails):
     """Collectives of one sort that this rank took part in and that sent no messages; short ones are told together."""
 
     name: Annotated[Text, "What it is: all-reduce, reduce-scatter, …; or push and pull, of weights that all share."]
@@ -91,25 +91,25 @@ class Collective(CollectiveDetails):
     end: Annotated[Moment, "When the last of them ended."]
 
 
-class Gradients(TypedDict):
+class GradientsData(TypedDict):
     """How large the gradients of a watched backward pass are on this rank."""
 
-    step: Annotated[Step, "The backward pass, counted from 0."]
-    norms: Annotated[Norms, "The norm of the gradient of each layer, before ranks are averaged."]
+    step: Annotated[WholeNumber, "The backward pass, counted from 0."]
+    norms: Annotated[NormsByLayer, "The norm of the gradient of each layer, before ranks are averaged."]
 
 
 STAGES: Final = ("computed", "bucketed", "sent", "reduced", "applied")  # of a gradient's way, in their order
 
 
-class Gradient(TypedDict):
+class GradientData(TypedDict):
     """The gradient of a watched layer has got to the next stage on its way."""
 
-    step: Annotated[Step, "The backward pass, counted from 0."]
+    step: Annotated[WholeNumber, "The backward pass, counted from 0."]
     layer: Annotated[Text, "The layer's name in the model."]
     stage: Annotated[Text, "The stage: one of computed, bucketed, sent, reduced and applied."]
 
 
-class Knob(TypedDict):
+class KnobData(TypedDict):
     """A worker has asked for a knob for the first time in a run."""
 
     name: Annotated[Name, "What `run.set(name, value)` calls it."]
@@ -123,7 +123,7 @@ class StateDetails(TypedDict, total=False):
     name: Annotated[Text, "What to call it, if it is a server."]
 
 
-class State(StateDetails):
+class StateData(StateDetails):
     """What has become of a rank or a server, as its cluster sees it."""
 
     state: Annotated[Text, "Its state: running, delayed, paused, returned, stopped, failed or dead."]
@@ -142,7 +142,7 @@ class HangDetails(TypedDict, total=False):
     seconds: Annotated[Seconds, "How long no rank has got on."]
 
 
-class Hang(HangDetails):
+class HangData(HangDetails):
     """No rank gets on; or, with an empty list, they do again."""
 
     why: Annotated[Sentence, "Why it will not end by itself."]
@@ -153,17 +153,17 @@ class ShardDetails(TypedDict, total=False):
     """What is told of a shard where its samples have labels, or more than one data set is cut."""
 
     name: Annotated[Text, "The name of the data set."]
-    histogram: Annotated[Counts, "How many samples it has of each label."]
-    labels: Annotated[Labels, "The labels, if they are not 0, 1, 2, …"]
+    histogram: Annotated[CountList, "How many samples it has of each label."]
+    labels: Annotated[LabelList, "The labels, if they are not 0, 1, 2, …"]
 
 
-class Shard(ShardDetails):
+class ShardData(ShardDetails):
     """The samples of a data set that a rank holds."""
 
     samples: Annotated[Count, "How many they are."]
 
 
-class Slice(TypedDict):
+class SliceData(TypedDict):
     """The part of a tensor that a rank holds."""
 
     tensor: Annotated[Text, "The tensor's name."]
@@ -183,7 +183,7 @@ SHARD: Final = "shard"
 SLICE: Final = "slice"
 
 
-class Field(NamedTuple):
+class KindField(NamedTuple):
     """A field of a kind: its name, what its value is, a sentence on it, and whether it is always there."""
 
     name: str
@@ -197,7 +197,7 @@ class Kind(NamedTuple):
 
     name: str
     sentence: str
-    fields: tuple[Field, ...]
+    fields: tuple[KindField, ...]
     is_open: bool
 
 
@@ -206,20 +206,20 @@ def _describe(name: str, form: Any) -> Kind:
     fields = []
     for field, hint in get_type_hints(form, include_extras=True).items():
         _, noun, sentence = get_args(hint)
-        fields.append(Field(field, noun, sentence, field in form.__required_keys__))
-    return Kind(name, form.__doc__, tuple(sorted(fields, key=lambda field: not field.needed)), form is Log)
+        fields.append(KindField(field, noun, sentence, field in form.__required_keys__))
+    return Kind(name, form.__doc__, tuple(sorted(fields, key=lambda field: not field.needed)), form is LogData)
 
 
 _FORMS = {
-    LOG: Log,
-    MESSAGE: Message,
-    COLLECTIVE: Collective,
-    GRADIENTS: Gradients,
-    GRADIENT: Gradient,
-    KNOB: Knob,
-    STATE: State,
-    HANG: Hang,
-    SHARD: Shard,
-    SLICE: Slice,
+    LOG: LogData,
+    MESSAGE: MessageData,
+    COLLECTIVE: CollectiveData,
+    GRADIENTS: GradientsData,
+    GRADIENT: GradientData,
+    KNOB: KnobData,
+    STATE: StateData,
+    HANG: HangData,
+    SHARD: ShardData,
+    SLICE: SliceData,
 }
 KINDS: dict[str, Kind] = {name: _describe(name, form) for name, form in _FORMS.items()}

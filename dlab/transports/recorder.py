@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dlab.kinds import COLLECTIVE, MESSAGE, Collective, Message, MessageDetails, Within
+from dlab.kinds import COLLECTIVE, MESSAGE, CollectiveData, MessageData, MessageDetails, Within
 from dlab.transports.base import TensorAndRank, Transport
 
 READ = 1 << 12  # numbers; of more, the smallest and the largest are not told: to look for them would take too long
@@ -33,7 +33,7 @@ class Labels:
 
 
 class Recorder(Transport):
-    """Emits an event of kind `message` per message sent, with the fields that `dlab.kinds.Message` describes.
+    """Emits an event of kind `message` per message sent, with the fields that `dlab.kinds.MessageData` describes.
 
     Each message is told once, by its sender. `emit(kind, data)` is where the events go. Groups of the same transport
     tell of theirs with a name (`within`); their rounds are counted in common.
@@ -81,7 +81,7 @@ class Recorder(Transport):
         self, source: int, destination: int, nbytes: int, start: float, content: MessageDetails | None = None
     ) -> None:
         """Tell of a message that has just arrived; for those that go by other ways than this transport."""
-        message: Message = {
+        message: MessageData = {
             "source": source,
             "destination": destination,
             "bytes": nbytes,
@@ -98,7 +98,7 @@ class Recorder(Transport):
     def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
         """Tell of a collective that has just ended and sent no messages, for instance through shared memory."""
         end = time.time()
-        told: Collective = {
+        told: CollectiveData = {
             "name": name,
             "algorithm": algorithm,
             "count": 1,

@@ -17,7 +17,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.path import Path
 
 from dlab.events import Event
-from dlab.kinds import COLLECTIVE, MESSAGE, STATE, Message
+from dlab.kinds import COLLECTIVE, MESSAGE, STATE, MessageData
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 from dlab.views.steps import Step, Steps, Titled, find_chunks
@@ -78,7 +78,7 @@ class Messages(View):
                 self._collectives.add(event.rank, event.data)  # type: ignore[arg-type]
             if event.kind != MESSAGE:
                 continue
-            message: Message = event.data  # type: ignore[assignment]
+            message: MessageData = event.data  # type: ignore[assignment]
             source, destination = message["source"], message["destination"]
             self.bytes_per_rank += [0] * (1 + max(source, destination) - len(self.bytes_per_rank))
             self.bytes_per_rank[source] += message["bytes"]

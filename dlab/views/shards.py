@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dlab.events import Event
-from dlab.kinds import SHARD, SLICE
+from dlab.kinds import SHARD, SLICE, ShardData
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 
@@ -198,10 +198,10 @@ def shard_events(partitioner: DataPartitioner, name: str = "train") -> list[Even
     """The events that show how a `DataPartitioner` has dealt its data: one of kind `shard` per rank."""
     now, events = time.time(), []
     for row in partitioner.table().rows:
-        data = {"name": name, "samples": row.count}
+        data: ShardData = {"name": name, "samples": row.count}
         if row.histogram is not None:
             data |= {"histogram": list(row.histogram.values()), "labels": list(row.histogram)}
-        events.append(Event(now, row.rank, SHARD, data))
+        events.append(Event(now, row.rank, SHARD, dict(data)))
     return events
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlab.kinds import Message
+from dlab.kinds import MessageData
 from dlab.views.totals import name_group
 
 _GROUPS = 4  # that are listed
@@ -23,7 +23,7 @@ class Step:
     def __init__(self, phase: str, number: int) -> None:
         self.phase, self.number = phase, number
         self.began = 0.0  # when the last of its messages did
-        self._messages: list[Message] = []
+        self._messages: list[MessageData] = []
         self._table = np.empty((0, len(_COLUMNS)))
 
     @property
@@ -31,7 +31,7 @@ class Step:
         """As the algorithm calls it: `reduce-scatter 0`; without a label only its number."""
         return f"{self.phase} {self.number}".strip()
 
-    def add(self, message: Message) -> None:
+    def add(self, message: MessageData) -> None:
         """One more, in any order of the ranks."""
         self._messages.append(message)
         self.began = max(self.began, message["start"])
@@ -40,7 +40,7 @@ class Step:
         return len(self._messages)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[MessageData]:
         """By source; a rank's own in their order."""
         return sorted(self._messages, key=lambda message: message["source"])
 
@@ -89,7 +89,7 @@ class Steps:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, message: Message) -> None:
+    def add(self, message: MessageData) -> None:
         """One more, a rank's own in their order."""
         if message["phase"] and "round" in message:
             self._step(message["round"], message["phase"], message["step"]).add(message)

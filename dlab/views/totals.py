@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlab.kinds import Collective, Within
+from dlab.kinds import CollectiveData, Within
 
 
 class CollectiveTotals:
@@ -17,7 +17,7 @@ class CollectiveTotals:
     def __init__(self) -> None:
         self._by_rank: dict[tuple[str, str, str], dict[int, np.ndarray]] = {}
 
-    def add(self, rank: int, data: Collective) -> None:
+    def add(self, rank: int, data: CollectiveData) -> None:
         """One more event."""
         ranks = self._by_rank.setdefault((data["name"], data["algorithm"], name_group(data)), {})
         ranks[rank] = ranks.get(rank, 0) + np.array([data["count"], data["bytes"], data["seconds"]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlab.data.table import Bars, Table
-from dlab.kinds import KINDS, Field, Kind
+from dlab.kinds import KINDS, Kind, KindField
 
 
 class KindTable(Table):
@@ -40,15 +40,15 @@ class FieldTable(Table):
     """
 
     def __init__(self, kind: Kind) -> None:
-        self.rows: Sequence[Field] = kind.fields
+        self.rows: Sequence[KindField] = kind.fields
 
     def heading(self) -> list[str]:
         return ["field", "value", "always", "meaning"]
 
-    def cells(self, row: Field) -> list[int | str | Bars]:
+    def cells(self, row: KindField) -> list[int | str | Bars]:
         return [row.name, row.noun, "yes" if row.needed else "no", row.sentence]
 
-    def between(self, hidden: Sequence[Field]) -> str:
+    def between(self, hidden: Sequence[KindField]) -> str:
         return f"… {len(hidden)} more fields"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dlab.events import Event
-from dlab.kinds import HANG, LOG, RankWaits
+from dlab.kinds import HANG, LOG, HangData, RankWaits
 from dlab.memory.waits import Wait
 from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.errors import name_ranks
@@ -174,8 +174,8 @@ class Watch:
             self._take_back()
 
     def _note(self, why: str, ranks: list[RankWaits], seconds: float) -> None:
-        told = {"why": why, "ranks": ranks, "seconds": seconds}
-        self._run.states.append(Event(time.time(), ranks[0]["rank"] if ranks else 0, HANG, told))
+        told: HangData = {"why": why, "ranks": ranks, "seconds": seconds}
+        self._run.states.append(Event(time.time(), ranks[0]["rank"] if ranks else 0, HANG, dict(told)))
 
 
 def _seconds_of(pid: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
-from dlab.kinds import KNOB, STATE
+from dlab.kinds import KNOB, STATE, StateData
 from dlab.processes.between.control import Knobs
 from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.parent.history import EventHistory
@@ -267,17 +267,17 @@ class Run:
     def _note(self, ranks: Iterable[int], state: str, why: str = "") -> None:
         now = time.time()
         for rank in ranks:
-            told = {"state": state, "why": why}
+            told: StateData = {"state": state, "why": why}
             if rank >= self.ranks:
                 told["name"] = name_ranks([rank], self.ranks)
-            self.states.append(Event(now, rank, STATE, told))
+            self.states.append(Event(now, rank, STATE, dict(told)))
 
     def save(self, path: str | Path) -> None:
         """Write what the ranks have told and what became of them, by time, as JSON lines for `dlab.load_events`."""
         save_events(self._told(), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the same for Perfetto (ui.perfetto.dev) or chrome://tracing: ranks with their steps and messages."""
+        """Write the same for Perfetto (ui.perfetto.dev) or chrome://tracing: steps, messages, collectives."""
         save_trace(self._told(), path)
 
     def _told(self) -> list[Event]:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dlab.kinds import COLLECTIVE, KNOB, LOG, Knob
+from dlab.kinds import COLLECTIVE, KNOB, LOG, KnobData
 from dlab.memory.waits import tell_in
 from dlab.processes.between.control import ControlBlock, Desk
-from dlab.processes.worker.tally import Counter, Tally
+from dlab.processes.worker.tally import CollectiveCounter, Tally
 from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
@@ -145,10 +145,10 @@ def emit(kind: str, data: Mapping[str, Any]) -> None:
         _control.rings[_ring_rank].push(kind, cast("dict[str, Any]", data))
 
 
-def counter(sort: Mapping[str, Any]) -> Counter:
+def counter(sort: Mapping[str, Any]) -> CollectiveCounter:
     """Counts collectives of a sort, for whoever does so many of them that an event for each would slow them down."""
     assert _tally is not None, "only a worker has somebody to tell"
-    return Counter(_tally, sort)
+    return CollectiveCounter(_tally, sort)
 
 
 def knob(name: str, default: Any = None) -> Any:
@@ -160,6 +160,6 @@ def knob(name: str, default: Any = None) -> Any:
         return default
     if name not in _declared:
         _declared.add(name)
-        told: Knob = {"name": name, "default": default}
+        told: KnobData = {"name": name, "default": default}
         emit(KNOB, told)
     return _control.read().get(name, default)

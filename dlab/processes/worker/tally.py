@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlab.kinds import COLLECTIVE, Collective
+from dlab.kinds import COLLECTIVE, CollectiveData
 
 PERIOD = 0.01  # seconds: those that begin within it are told together, so that there are at most a hundred in a second
 
 Push = Callable[[str, dict[str, Any]], bool]  # writes an event, if there is room for it
 
 
-class Counter:
+class CollectiveCounter:
     """Collectives of one sort: `add` one after another, and an event tells of all that began within a period."""
 
     __slots__ = ("_buckets", "_bytes", "_count", "_end", "_seconds", "_sort", "_start", "_tally", "_until")
@@ -46,7 +46,7 @@ class Counter:
         """Tell of those that were added, if any; if there is no room, they are kept, to be told with later ones."""
         if not self._count:
             return True
-        told: Collective = {
+        told: CollectiveData = {
             **self._sort,  # type: ignore[typeddict-item]
             "count": self._count,
             "bytes": self._bytes,
@@ -67,8 +67,8 @@ class Tally:
 
     def __init__(self, push: Push) -> None:
         self.push = push
-        self.open = set[Counter]()  # those with something that is not told yet
-        self._by_sort: dict[tuple[Any, ...], Counter] = {}
+        self.open = set[CollectiveCounter]()  # those with something that is not told yet
+        self._by_sort: dict[tuple[Any, ...], CollectiveCounter] = {}
         self._turn = threading.Lock()  # a backend may work in a thread of its own
 
     def add(self, told: Mapping[str, Any]) -> None:
@@ -77,14 +77,14 @@ class Tally:
         with self._turn:
             if key not in self._by_sort:
                 sort = {name: told[name] for name in ("name", "algorithm", "group", "axis") if name in told}
-                self._by_sort[key] = Counter(self, sort)
+                self._by_sort[key] = CollectiveCounter(self, sort)
             numbers = (told["bytes"], told["start"], told["end"], told["seconds"])
             self._by_sort[key].add(*numbers, told.get("buckets", 0))
 
     def flush(self) -> None:
-        """Tell of all that is left; at the end of a run, when nobody adds any more."""
+        """Tell of all that is left; at the end of a run."""
         with self._turn:
-            for counter in self.open:
+            for counter in list(self.open):  # a thread that the function has left behind may still add to it
                 counter.flush()
             self.open.clear()
             self._by_sort.clear()
