@@ -52,6 +52,23 @@ def test_pointing_at_a_message_within_a_group_names_the_axis(tmp_path):
     assert any(note.startswith("rank 3 → rank 1, reduce-scatter 0 within dp\n") for note in notes), "bars tell it too"
 
 
+@pytest.mark.timeout(120)
+def test_a_run_of_collectives_alone_is_a_sentence_on_a_low_picture(tmp_path):
+    told = {"name": "all-reduce", "algorithm": "shared memory", "count": 50, "bytes": 8 << 20, "seconds": 0.012}
+    view = dlab.Messages([dlab.Event(2.0, 0, "collective", told | {"start": 1.0, "end": 2.0})])
+    view.save_html(tmp_path / "none.html")
+    try:
+        with open_browser(None) as chromium, chromium.page(viewport={"width": 900, "height": 600}) as (page, _):
+            page.goto((tmp_path / "none.html").as_uri())
+            page.locator("figure[data-view=messages][data-drawn]").wait_for()
+            caption = page.locator("figcaption").text_content()
+            height = page.locator("canvas").bounding_box()["height"]
+    except NoBrowser as reason:
+        pytest.skip(str(reason))
+    assert "all-reduce (shared memory): 50 times, 8 MiB, 12 ms on each rank" in caption
+    assert height < 100
+
+
 # Moves a cursor over the whole picture, as the browser would tell it of a real one: what is shown at each place?
 POINT = """(canvas) => {
   const note = canvas.parentElement.querySelector(".dlab-note");

@@ -20,7 +20,7 @@ from dlab.views import Messages
 from dlab.views.messages import _MOST, _SENT, _bend
 from dlab.views.page import pack
 from dlab.views.panel import Panel
-from dlab.views.totals import write_size
+from dlab.views.totals import write_size, write_time
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -468,6 +468,13 @@ def collective(rank, name="all-reduce", **more):
 
 
 TOTALS = "all-reduce (shared memory): 50 times, 50 MiB, 12 ms on each rank"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 ms"), (2.36e-5, "0.024 ms"), (0.123, "120 ms"), (1.87, "1.9 s"), (123.4, "120 s")]
+)
+def test_times_are_short(seconds, words):
+    assert write_time(seconds) == words
 
 
 def test_a_run_without_messages_says_what_went_without_them():

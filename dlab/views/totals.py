@@ -29,7 +29,7 @@ class CollectiveTotals:
             count, nbytes, seconds = np.mean(list(ranks.values()), axis=0)
             times = "once" if round(count) == 1 else f"{count:.0f} times"
             where = f" within {group}" if group else ""
-            took = f"{write_size(round(nbytes))}, {1e3 * seconds:.3g} ms on each rank"
+            took = f"{write_size(round(nbytes))}, {write_time(seconds)} on each rank"
             lines.append(f"{name}{where} ({algorithm}): {times}, {took}")
         return lines
 
@@ -37,6 +37,12 @@ class CollectiveTotals:
 def name_group(data: Within) -> str:
     """`tp`, the axis of a mesh; for a group without a name its ranks, `0, 2`; nothing if it is all ranks."""
     return data.get("axis") or ", ".join(map(str, data.get("group", ())))
+
+
+def write_time(seconds: float) -> str:
+    """`0.24 ms`, `12 ms`, `1.9 s`."""
+    value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    return f"{float(f'{value:.2g}'):g} {unit}"
 
 
 def write_size(count: int) -> str:
