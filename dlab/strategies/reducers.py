@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from dlab.collectives import ring_allreduce
 from dlab.collectives.buckets import Buckets
 from dlab.collectives.ops import COMBINE
+from dlab.collectives.recorded import ALGORITHM
 from dlab.collectives.ring import collect_chunks, pass_chunks
 from dlab.collectives.shared_allreduce import SharedAllReduce
 from dlab.transports import Transport, share_memory
@@ -144,6 +146,7 @@ class SharedReducer(Reducer):
         """Make a bucket of each piece, and share the counters by which ranks tell each other that one is filled in."""
         super().cut(flat, weights, pieces, spread)
         self._buckets = Buckets(self._shared, flat, pieces, "mean", spread)
+        self._began, self._spent = 0.0, 0.0
 
     def skip(self, parameters: Sequence[int]) -> None:
         """Say which parameters this rank has not used in this round."""
@@ -152,15 +155,27 @@ class SharedReducer(Reducer):
 
     def ready(self, piece: int) -> None:
         """Adds up whatever is complete by now."""
+        start = time.time()
         self._buckets.ready(piece)
+        self._began, self._spent = self._began or start, self._spent + time.time() - start
 
     def finish(self) -> list[int]:
         """Reduce the buckets that are left, and give the parameters that no rank has used."""
+        start = time.time()
         self._buckets.finish()
+        self._tell(time.time() - start)
         skipped, self._skipped = self._skipped, ()
         found = [each for each in skipped if (self._rounds[self._round % 2, :, each] == self._round).all()]
         self._round += 1
         return found
+
+    def _tell(self, seconds: float) -> None:
+        """All buckets of a step as one collective, which took the time that this rank did not compute meanwhile."""
+        if self.transport.size > 1:
+            told = {"seconds": self._spent + seconds, "buckets": len(self.pieces)}
+            name, nbytes = "all-reduce" if self.spread else "reduce-scatter", self.flat.nbytes
+            self.transport.note_collective(name, ALGORITHM, nbytes, self._began, **told)
+        self._began = self._spent = 0.0
 
     def publish(self) -> None:
         """Nobody reads weights, or fills in gradients, before all are through."""
