@@ -53,7 +53,6 @@ class MessageDetails(TypedDict, total=False):
     """What is told of a message as far as it is known, without taking long to look."""
 
     round: Annotated[Ordinal, "How many collectives came before it on the same transport."]
-
     count: Annotated[Count, "How many numbers it carries."]
     begin: Annotated[Count, "At which number of a longer tensor they begin."]
     of: Annotated[Count, "How many numbers that longer tensor has."]

@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 import torch
 from kernels import eventually
+from runs import steps
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -85,6 +86,12 @@ def told():
             run = cluster.start(function)
             run.wait(60)
             found[function.__name__] = [*run.states, *run.events]
+        run = cluster.start(steps)
+        run.delay(1, 0.01)
+        eventually(lambda: any("delay" in event.data for event in run.events))
+        run.set("enough", True)
+        run.wait(60)
+        found["a delay"] = [*run.states, *run.events]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hangs, "SECONDS", 0.5)
             run = cluster.start(wait_for_nobody)
@@ -115,7 +122,7 @@ def misfits(event):
 
 
 @pytest.mark.parametrize(
-    "name", [*STRATEGIES, "push_and_pull", "reduce_along_lines", "a hang", "a rehearsal", "shards"]
+    "name", [*STRATEGIES, "push_and_pull", "reduce_along_lines", "a delay", "a hang", "a rehearsal", "shards"]
 )
 def test_every_event_of_a_run_is_as_described(told, name):
     assert told[name]
@@ -127,8 +134,7 @@ def test_every_kind_and_every_field_is_told_by_something(told):
     assert {event.kind for event in events} == KINDS.keys() - TOLD_BY_NOBODY
     fields = {(kind.name, field.name) for kind in KINDS.values() for field in kind.fields}
     missing = fields - {(event.kind, name) for event in events for name in event.data}
-    # a delay is told when somebody has asked for one
-    assert missing == {(LOG, "delay")} | {each for each in fields if each[0] in TOLD_BY_NOBODY}
+    assert missing == {each for each in fields if each[0] in TOLD_BY_NOBODY}
 
 
 def test_a_misfit_is_found():
