@@ -14,6 +14,7 @@ from dlab.collectives.ops import COMBINE
 from dlab.collectives.recorded import ALGORITHM
 from dlab.collectives.ring import collect_chunks, pass_chunks
 from dlab.collectives.shared_allreduce import SharedAllReduce
+from dlab.memory.counters import Counters
 from dlab.transports import Transport, share_memory
 
 Pieces = Sequence[tuple[int, int]]  # begin and end, in the order in which the backward pass fills them in
@@ -130,11 +131,11 @@ class SharedReducer(Reducer):
 
     def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
         """In a slot of memory that all ranks see."""
-        memory = share_memory(self.transport, 16 * self.transport.size * max(1, parameters))
-        assert memory is not None
         # who reads those of a round cannot be two rounds behind: even and odd rounds have each their own
-        self._rounds = torch.frombuffer(memory, dtype=torch.int64).view(2, self.transport.size, -1)
-        self._round = 1
+        ranks, self._parameters, self._round = self.transport.size, max(1, parameters), 1
+        memory = share_memory(self.transport, Counters.room(ranks, 2 * self._parameters))
+        assert memory is not None
+        self._rounds = Counters(memory, ranks, 2 * self._parameters)
         self._whole = self._shared.empty((count,), dtype)
         return self._whole
 
@@ -151,7 +152,8 @@ class SharedReducer(Reducer):
     def skip(self, parameters: Sequence[int]) -> None:
         """Say which parameters this rank has not used in this round."""
         self._skipped = parameters
-        self._rounds[self._round % 2, self.transport.rank, list(parameters)] = self._round
+        for parameter in parameters:
+            self._rounds.announce(self.transport.rank, self._round, self._place(parameter))
 
     def ready(self, piece: int) -> None:
         """Adds up whatever is complete by now."""
@@ -165,9 +167,12 @@ class SharedReducer(Reducer):
         self._buckets.finish()
         self._tell(time.time() - start)
         skipped, self._skipped = self._skipped, ()
-        found = [each for each in skipped if (self._rounds[self._round % 2, :, each] == self._round).all()]
+        found = [each for each in skipped if not self._rounds.behind(self._round, self._place(each))]
         self._round += 1
         return found
+
+    def _place(self, parameter: int) -> int:
+        return self._round % 2 * self._parameters + parameter
 
     def _tell(self, seconds: float) -> None:
         """All buckets of a step as one collective, which took the time that this rank did not compute meanwhile."""
