@@ -135,8 +135,8 @@ def test_the_controls_follow_the_code_and_write_nothing_back(notebook):
     panel.get_by_role("button", name="resume", exact=True).wait_for()
     for name, text in (("gain", "0.123456789"), ("steps", "-99"), ("way", "tree"), ("nothing", "3")):
         shows(panel, name, text)
-    assert not panel.get_by_label("on", exact=True).is_checked()
-    assert notebook.slider(panel, "gain").get_attribute("aria-valuenow") == "-9.0"
+    eventually(lambda: not panel.get_by_label("on", exact=True).is_checked())
+    eventually(lambda: notebook.slider(panel, "gain").get_attribute("aria-valuenow") == "-9.0")
     shows(panel, "delay (s)", "0.0")
     notebook.choose(panel, "rank 1")
     shows(panel, "delay (s)", "0.037")

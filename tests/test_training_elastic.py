@@ -95,7 +95,7 @@ def test_the_weights_are_those_of_the_last_finished_step(cluster):
 @pytest.mark.parametrize("victim", [0, 2])
 def test_an_asynchronous_run_just_goes_on(cluster, victim):
     run = start(cluster, dlab.AsyncSGD())
-    wait_for_step(run, 5, rank=1)
+    wait_for_step(run, 5, rank=victim)
     run.kill(victim)
     result = run.wait(20)
     assert result.identical
@@ -109,7 +109,7 @@ def test_an_asynchronous_run_just_goes_on(cluster, victim):
 @pytest.mark.parametrize("clock", [None, dlab.VirtualClock(seed=1)], ids=["real time", "virtual time"])
 def test_the_rest_of_an_asynchronous_run_also_saves_and_goes_on_from_there(cluster, tmp_path, clock):
     run = start(cluster, dlab.AsyncSGD(clock), checkpoint=tmp_path, every=15)
-    wait_for_step(run, 5, rank=1)
+    wait_for_step(run, 5, rank=2)
     run.kill(2)
     whole = run.wait(20)
     assert whole.identical
