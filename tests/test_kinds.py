@@ -29,7 +29,7 @@ STRATEGIES = {
     "model averaging": dlab.ModelAveraging(every=2),
     "synchronous": dlab.SyncSGD(),
     "all-reduce": dlab.AllReduceSGD(),
-    "sharded update": dlab.AllReduceSGD(sharded_update=True),
+    "ZeRO": dlab.ZeRO(stage=1),
     "asynchronous": dlab.AsyncSGD(),
     "parameter server": dlab.ParameterServer(mode="sync"),
     "asynchronous server": dlab.ParameterServer(mode="async"),
@@ -196,7 +196,7 @@ def test_a_file_with_unknown_kinds_and_fields_is_loaded_and_drawn_as_far_as_it_c
     loaded = dlab.load_events(tmp_path / "events.jsonl")
     assert loaded == events
     view = dlab.Messages(loaded)
-    assert view.messages == len(known) and view.missing == "1 event left out: its destination is no rank"
+    assert view.messages == len(known) and view.missing == "1 event left out: its destination is not a rank"
 
 
 # ------------------------------------------------------------------------------------- for readers
