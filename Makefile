@@ -27,7 +27,7 @@ lab: $(READY) ## open JupyterLab on the tour (PORT=8888, OPEN=0 for no browser, 
 		$(if $(filter 0 no false,$(OPEN)),--no-open)
 
 test: $(READY) ## run all tests, notebooks included (ARGS="-k data" for some of them)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m tests.streams $(ARGS)
 
 conformance: $(READY) ## run PyTorch's own distributed tests on gloo and on dlab, side by side (ARGS="-k reduce")
 	@PYTHONPATH=tests $(VENV)/bin/python -m conformance $(ARGS)

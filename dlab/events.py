@@ -26,7 +26,10 @@ _OPEN, _CLOSE = marshal.dumps({}, _FORMAT)[:1], marshal.dumps({}, _FORMAT)[1:]  
 
 
 class Event(NamedTuple):
-    """One thing that happened: when (seconds since 1970), on which rank, of what kind, and its data."""
+    """One thing that happened: when (seconds since 1970), on which rank, of what kind, and its data.
+
+    `dlab.kinds` describes the kinds that dlab tells and what is in them; `dlab.views.event_kinds()` shows it.
+    """
 
     time: float
     rank: int

@@ -89,7 +89,7 @@ class Mesh:
         if len(set(names)) < len(names):
             raise KeyError(f"{names} names an axis twice: give each axis once")
         if names not in self._groups:
-            self._groups[names] = Group(self.transport, self.line(self.transport.rank, *names))
+            self._groups[names] = Group(self.transport, self.line(self.transport.rank, *names), ", ".join(names))
         return self._groups[names]
 
     def table(self) -> MeshTable:

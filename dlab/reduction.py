@@ -15,12 +15,13 @@ import torch.distributed as dist
 from dlab import collectives
 from dlab.backend.group import OPS, DlabGroup
 from dlab.collectives.ops import finish, prepare
+from dlab.collectives.recorded import ALGORITHM, RecordedCollectives
 from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
 from dlab.collectives.shared import SharedCollectives
 from dlab.processes.worker import context
 from dlab.processes.worker.context import device, world_size
 from dlab.processes.worker.tracing import trace
-from dlab.transports import TorchTransport, Transport
+from dlab.transports import Group, TorchTransport, Transport
 
 ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical")
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
@@ -184,12 +185,18 @@ def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
     if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
     if world not in _memory:
-        _memory[world] = SharedCollectives.connect(TorchTransport()) if dist.get_backend() == "gloo" else None
+        _memory[world] = _connect(TorchTransport()) if dist.get_backend() == "gloo" else None
     return _memory[world]
 
 
-def _connect(group: Transport) -> SharedCollectives | None:
-    return SharedCollectives.connect(group)
+def _connect(transport: Transport) -> SharedCollectives | None:
+    """In a worker, whoever looks at the run hears of each collective."""
+    if not context.is_worker():
+        return SharedCollectives.connect(transport)
+    group = {"group": list(transport.members), "axis": transport.axis} if isinstance(transport, Group) else {}
+    return RecordedCollectives.connect_to(
+        transport, lambda name: context.counter({"name": name, "algorithm": ALGORITHM, **group}).add
+    )
 
 
 def _place(group: Transport | None, shared: SharedCollectives | None) -> tuple[int, int]:

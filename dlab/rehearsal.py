@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlab.events import Event
@@ -35,8 +35,8 @@ def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
     world, results, messages = ThreadWorld(ranks), [None] * ranks, list[Event]()
 
     def play(rank: int) -> None:
-        def emit(kind: str, data: dict[str, Any]) -> None:
-            messages.append(Event(time.time(), rank, kind, data))
+        def emit(kind: str, data: Mapping[str, Any]) -> None:
+            messages.append(Event(time.time(), rank, kind, dict(data)))
 
         try:
             results[rank] = fn(Recorder(ThreadTransport(world, rank), emit))

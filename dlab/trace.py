@@ -1,7 +1,8 @@
 """Events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event format.
 
 Every rank is a process with three lanes: what its steps were spent on, the messages that it sent, and the stages that
-its gradients reached. A message is an arrow from its sender's lane to its receiver's.
+its gradients reached; and one for each sort of collective that sent no messages, which went through shared memory. A
+message is an arrow from its sender's lane to its receiver's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlab.events import Event
+from dlab.kinds import COLLECTIVE, GRADIENT, LOG, MESSAGE, STATE
 
 LANES = ("steps", "messages", "gradients")
 _STEPS, _MESSAGES, _GRADIENTS = range(len(LANES))
@@ -37,30 +39,36 @@ def save_trace(events: Iterable[Event], path: str | Path) -> None:
 
 def trace(events: Iterable[Event]) -> list[Entry]:
     """The entries of a trace, in microseconds since the first of them."""
-    numbers = count(1)
-    entries = [entry for event in events for entry in _entries(event, numbers)]
+    numbers, lanes = count(1), {name: number for number, name in enumerate(LANES)}
+    entries = [entry for event in events for entry in _entries(event, numbers, lanes)]
     begin = min((entry["ts"] for entry in entries), default=0.0)
     for entry in entries:
         entry["ts"] = round(1e6 * (entry["ts"] - begin), 3)
     entries.sort(key=lambda entry: entry["ts"])
-    return [*_names({entry["pid"] for entry in entries}), *entries]
+    return [*_names({entry["pid"] for entry in entries}, lanes), *entries]
 
 
-def _names(ranks: Iterable[int]) -> Iterator[Entry]:
+def _names(ranks: Iterable[int], lanes: dict[str, int]) -> Iterator[Entry]:
     """What viewers call the processes and their lanes."""
     for rank in sorted(ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        for number, lane in enumerate(LANES):
+        for lane, number in lanes.items():
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
 
 
-def _entries(event: Event, numbers: Iterator[int]) -> Iterator[Entry]:
-    """What an event becomes; nothing, if it has nothing to show."""
+def _entries(event: Event, numbers: Iterator[int], lanes: dict[str, int]) -> Iterator[Entry]:
+    """What an event becomes; nothing, if it has nothing to show. New lanes are added to `lanes`."""
     data, rank = event.data, event.rank
-    if event.kind == "log":
+    if event.kind == LOG:
         yield from _step(event)
-    elif event.kind == "message" and _are_numbers(data, "start", "end", "source", "destination"):
+    elif event.kind == COLLECTIVE and _are_numbers(data, "start", "end"):
+        name, times = str(data.get("name")), data.get("count", 1)
+        lane = f"{name} within {data.get('axis') or _list(data['group'])}" if "group" in data else name
+        number = lanes.setdefault(lane, len(lanes))
+        title = name if times == 1 else f"{name} × {times}"
+        yield _slice(rank, number, title, data["start"], data["end"], _arguments(data))
+    elif event.kind == MESSAGE and _are_numbers(data, "start", "end", "source", "destination"):
         number, name = next(numbers), data.get("phase") or "message"
         source, destination = data["source"], data["destination"]
         yield _slice(source, _MESSAGES, name, data["start"], data["end"], _arguments(data))
@@ -75,10 +83,10 @@ def _entries(event: Event, numbers: Iterator[int]) -> Iterator[Entry]:
         }
         arrow = {"ph": "f", "bp": "e", "id": number, "cat": "message", "name": name, "pid": destination}
         yield {**arrow, "tid": _MESSAGES, "ts": data["end"]}
-    elif event.kind == "gradient":
+    elif event.kind == GRADIENT:
         name = f"{data.get('layer')} {data.get('stage')}"
         yield {"ph": "i", "s": "t", "name": name, "pid": rank, "tid": _GRADIENTS, "ts": event.time}
-    elif event.kind == "state":
+    elif event.kind == STATE:
         name, why = str(data.get("state")), {"why": str(data["why"])} if data.get("why") else {}
         yield {"ph": "i", "s": "p", "name": name, "pid": rank, "tid": _STEPS, "ts": event.time, "args": why}
 
@@ -110,11 +118,17 @@ def _slice(rank: int, lane: int, name: str, start: float, end: float, arguments:
 
 def _arguments(data: dict[str, Any]) -> Entry:
     """What a viewer shows of an entry when one points at it: numbers and words."""
-    return {
+    shown = {
         name: value
         for name, value in data.items()
         if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
     }
+    return shown | {"group": _list(data["group"])} if "group" in data else shown
+
+
+def _list(ranks: Any) -> str:
+    """`0, 2`; whatever else it is, as it is."""
+    return ", ".join(map(str, ranks)) if isinstance(ranks, list) else str(ranks)
 
 
 def _are_numbers(data: dict[str, Any], *names: str) -> bool:

@@ -301,7 +301,7 @@ class Chromium:
                 errors.append(text)
 
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda message: complain(_tell(message)) if message.type == "error" else None)
         page.on("pageerror", lambda error: complain(f"{error.name}: {error.message}\n{error.stack}"))
         try:

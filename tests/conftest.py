@@ -20,9 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """A Jupyter server for the tests of a file."""
+    """A Jupyter server for all tests in a browser."""
     from browser import Server
 
     server = Server(tmp_path_factory.mktemp("jupyter"))
@@ -40,6 +40,16 @@ def chromium(server):
             yield chromium
     except NoBrowser as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture
+def notebook(opened):
+    """What the file has `opened`; after each test nothing runs there, and nothing has gone wrong in page or cells."""
+    opened.errors.clear()
+    yield opened
+    opened.ask("'run' in globals() and run.stop()")
+    assert opened.failures() == []
+    assert opened.errors == []
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +70,38 @@ def start_together(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def kernel(request, tmp_path_factory):
+    """A Jupyter kernel for all tests of a file, in which its FIRST_CELL has run."""
+    from kernels import Kernel, ok
+
+    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
+        ok(kernel.run(request.module.FIRST_CELL))
+        yield kernel
+
+
+@pytest.fixture(scope="module")
 def cluster(request):
-    """One for all tests of a file; as many workers as its `WORKERS` says, else two."""
+    """One for all tests of a file, as it says: so many WORKERS or RANKS, else two; SERVERS, if any; a BACKEND."""
     import dlab
 
-    with dlab.Cluster(getattr(request.module, "WORKERS", 2)) as cluster:
+    said = vars(request.module)
+    workers = said.get("WORKERS", said.get("RANKS", 2))
+    with dlab.Cluster(workers, servers=said.get("SERVERS", 0), backend=said.get("BACKEND", "auto")) as cluster:
         yield cluster
+
+
+@pytest.fixture(
+    scope="module", params=["threads", "shared memory", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+)
+def transport(request):
+    """`transport(work, inputs)` calls a function on every rank; who asks for it is run over every transport."""
+    from over import Over
+
+    over = Over(request.param)
+    if len(over.numbers) < 2:
+        pytest.skip("needs two CUDA devices")
+    yield over
+    over.close()
 
 
 @pytest.fixture

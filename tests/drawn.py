@@ -82,11 +82,14 @@ def logged(rank=0, **columns):
 def named(name):
     """Every kind of event, with this for a name."""
     message = {"source": 0, "destination": 1, "bytes": 4, "start": 1.0, "end": 2.0, "phase": name, "step": 0}
+    collective = {"name": name, "algorithm": name, "count": 1, "bytes": 4, "seconds": 1.0, "start": 1.0, "end": 2.0}
     gradient = {"step": 0, "layer": name, "stage": "computed"}
     return [
         dlab.Event(1.0, 0, "state", {"state": "failed", "why": name}),
         dlab.Event(1.0, 1, "state", {"state": "running", "why": "", "name": name}),
         dlab.Event(1.0, 0, "message", message),
+        dlab.Event(1.0, 0, "message", message | {"group": [0, 1], "axis": name}),
+        dlab.Event(1.0, 0, "collective", collective),
         dlab.Event(1.0, 0, "gradients", {"step": 0, "norms": {name: 1.0}}),
         dlab.Event(1.0, 0, "gradient", gradient),
         dlab.Event(1.0, 0, "shard", {"name": name, "samples": 3, "histogram": [1, 2], "labels": [name, 1]}),

@@ -23,6 +23,9 @@ from jupyter_client import KernelManager
 PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # for `import trouble`
 
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # in a traceback
+
+
 class Cell(NamedTuple):
     """What a cell shows: its two streams, the text of its last expression, its error if it has one."""
 
@@ -100,7 +103,7 @@ class Kernel:
                 error, trace = content["ename"], "\n".join(content["traceback"])
         return Cell(streams["stdout"], streams["stderr"], result, error, trace)
 
-    def wait_for(self, cell: str, text: str, timeout: float = 30) -> Cell:
+    def wait_for(self, cell: str, text: str, timeout: float = 60) -> Cell:
         """Wait until a cell shows this text on its standard output."""
         missing = f"{text!r} did not appear in cell {cell}"
         self._read(lambda: text in self.shown(cell).stdout, timeout, missing)
@@ -150,7 +153,18 @@ class Kernel:
         )
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def ok(cell: Cell) -> Cell:
+    """The same cell, which must have had no error."""
+    assert cell.error is None, cell.traceback
+    return cell
+
+
+def is_one_sentence(text: str) -> bool:
+    """As an error should be: short, on one line, and without a second sentence."""
+    return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """Wait until the condition holds and give its value; on a busy machine that may take a while."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -231,7 +245,7 @@ class Script:
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 3
             process.send_signal(end)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=100)
         family += [int(line.split()[1]) for line in out.splitlines() if line.startswith("pid ")]
         expect_nothing_left(family, self._home, "a script")
         assert os.listdir(self._home) == []

@@ -16,18 +16,12 @@ import dlab
 import dlab.backend
 from dlab.collectives import ring_allreduce
 
-RANKS = 4
+RANKS, BACKEND = 4, "dlab"  # of the cluster
 
 
 @pytest.fixture(scope="module")
 def gloo():
     with dlab.Cluster(RANKS, backend="gloo") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS, backend="dlab") as cluster:
         yield cluster
 
 

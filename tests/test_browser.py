@@ -72,6 +72,7 @@ RING = (
     *("cluster = dlab.cluster(4)", "import naive_allreduce", "def record("),
     *("pass_chunks, ring_allreduce\n", "ring = record(ring_allreduce)"),
 )
+RACING = FLOOD + len(RING) + 2  # and at the end the race, after what counts its steps
 
 # ------------------------------------------------------------------------------------- nothing stays behind
 
@@ -111,21 +112,11 @@ def opened(server, chromium):
     lesson = server.code_cells("02_allreduce.ipynb")
     ring = [next(cell for cell in lesson if words in cell) for words in RING]
     starts = "run = cluster.start(work)\nrun", "run = cluster.start(flood)\nrun"
-    name = server.write("small.ipynb", SETUP, MEASURE, *starts, *ring)
+    name = server.write("small.ipynb", SETUP, MEASURE, *starts, *ring, RACED, RACE)
     with chromium.notebook(name) as notebook:
         notebook.run_cell(0)
         notebook.run_cell(1)
         yield notebook
-
-
-@pytest.fixture
-def small(opened):
-    """The same for each test: nothing runs in the end, and nothing has gone wrong in the browser or in a cell."""
-    opened.errors.clear()
-    yield opened
-    opened.ask("'run' in globals() and run.stop()")
-    assert opened.failures() == []
-    assert opened.errors == []
 
 
 def start(notebook, cell=WORK):
@@ -151,66 +142,61 @@ def replayed(panel):
     return panel.frame_locator("iframe")
 
 
-def test_a_slider_makes_the_chosen_rank_slow(small):
-    panel = start(small)
-    small.choose(panel, "rank 2")
-    small.drag(panel, "delay (s)", 0.4)
-    eventually(lambda: small.ask("seconds_of_last_step(2)") > 0.3)
-    eventually(lambda: small.ask("seconds_of_last_step(1)") < 0.3)
+def test_a_slider_makes_the_chosen_rank_slow(notebook):
+    panel = start(notebook)
+    notebook.choose(panel, "rank 2")
+    notebook.drag(panel, "delay (s)", 0.4)
+    eventually(lambda: notebook.ask("seconds_of_last_step(2)") > 0.3)
+    eventually(lambda: notebook.ask("seconds_of_last_step(1)") < 0.3)
     eventually(lambda: states(panel)[2] == "delayed")
-    small.drag(panel, "delay (s)", 0.0)
-    eventually(lambda: small.ask("seconds_of_last_step(2)") < 0.3)
+    notebook.drag(panel, "delay (s)", 0.0)
+    eventually(lambda: notebook.ask("seconds_of_last_step(2)") < 0.3)
 
 
-def test_a_knob_acts_on_running_processes(small):
-    panel = start(small)
-    handle = small.slider(panel, "gain")
+def test_a_knob_acts_on_running_processes(notebook):
+    panel = start(notebook)
+    handle = notebook.slider(panel, "gain")
     handle.focus()
     pressed = time.time()
     handle.press("ArrowRight")
     acted = "next((event.time for event in logs(3) if event.data['gain'] != 1.0), None)"
-    seconds = eventually(lambda: small.ask(acted)) - pressed
+    seconds = eventually(lambda: notebook.ask(acted)) - pressed
     print(f"a slider acts on a running process after {1000 * seconds:.0f} ms (aimed at: 300 ms)")
 
 
-def test_a_straggler_and_a_bound_on_staleness_in_a_race(server, chromium):
-    name = server.write("race.ipynb", "import dlab", RACED, RACE)
-    with chromium.notebook(name) as notebook:
-        notebook.run_cell(0)
-        notebook.run_cell(1)
-        panel = start(notebook, 2)
-        notebook.choose(panel, "rank 2")
-        notebook.drag(panel, "delay (s)", 0.3)
-        eventually(lambda: notebook.ask("steps_ahead()") == 2)
-        seen = [notebook.ask("steps_ahead()") for _ in range(20)]
-        assert max(seen) <= 3  # the bound, and a step that is told of while rank 2 is still in its own
-        handle = notebook.slider(panel, "staleness")
-        handle.focus()
-        for _ in range(5):
-            handle.press("ArrowRight")
-        eventually(lambda: notebook.ask("steps_ahead()") > 5)
-        notebook.press(panel, "stop")
-        eventually(lambda: notebook.ask("run.done"))
-        assert notebook.failures() == []
-        assert notebook.errors == []
+def test_a_straggler_and_a_bound_on_staleness_in_a_race(notebook):
+    notebook.run_cell(RACING - 1)
+    panel = start(notebook, RACING)
+    notebook.choose(panel, "rank 2")
+    notebook.drag(panel, "delay (s)", 0.3)
+    eventually(lambda: notebook.ask("steps_ahead()") == 2)
+    seen = [notebook.ask("steps_ahead()") for _ in range(20)]
+    assert max(seen) <= 3  # the bound, and a step that is told of while rank 2 is still in its own
+    handle = notebook.slider(panel, "staleness")
+    handle.focus()
+    for _ in range(5):
+        handle.press("ArrowRight")
+    eventually(lambda: notebook.ask("steps_ahead()") > 5)
+    notebook.press(panel, "stop")
+    eventually(lambda: notebook.ask("run.done"))
 
 
-def test_pause_freezes_every_rank(small):
-    panel = start(small)
-    small.press(panel, "pause")
+def test_pause_freezes_every_rank(notebook):
+    panel = start(notebook)
+    notebook.press(panel, "pause")
     eventually(lambda: states(panel) == ["paused"] * 4)
-    counts = small.ask("[len(logs(rank)) for rank in range(4)]")
+    counts = notebook.ask("[len(logs(rank)) for rank in range(4)]")
     time.sleep(0.3)
-    assert small.ask("[len(logs(rank)) for rank in range(4)]") == counts
-    small.press(panel, "resume")
-    eventually(lambda: min(small.ask("[len(logs(rank)) for rank in range(4)]")) > max(counts))
+    assert notebook.ask("[len(logs(rank)) for rank in range(4)]") == counts
+    notebook.press(panel, "resume")
+    eventually(lambda: min(notebook.ask("[len(logs(rank)) for rank in range(4)]")) > max(counts))
 
 
-def test_kill_ends_a_process_and_the_panel_says_so(small):
-    panel = start(small)
-    victim = small.ask("cluster.pids[1]")
-    small.choose(panel, "rank 1")
-    small.press(panel, "kill")
+def test_kill_ends_a_process_and_the_panel_says_so(notebook):
+    panel = start(notebook)
+    victim = notebook.ask("cluster.pids[1]")
+    notebook.choose(panel, "rank 1")
+    notebook.press(panel, "kill")
     pressed = time.time()
     eventually(lambda: not alive([victim]))
     page = replayed(panel)
@@ -218,22 +204,22 @@ def test_kill_ends_a_process_and_the_panel_says_so(small):
     print(f"the end of a killed run is shown after {time.time() - pressed:.1f} s")
     assert eventually(lambda: states(page))[1] == "dead"
     assert "rank 1 dead" in figure(page, "ranks").locator("canvas").get_attribute("aria-label")
-    assert small.ask("run.state") == "failed"
+    assert notebook.ask("run.state") == "failed"
 
 
-def test_panel_and_replay_can_be_read_in_the_dark(small):
-    small.use_theme("Dark")
+def test_panel_and_replay_can_be_read_in_the_dark(notebook):
+    notebook.use_theme("Dark")
     try:
-        panel = start(small)
+        panel = start(notebook)
         assert ground(figure(panel, "curves")) < 80
-        small.press(panel, "stop")
+        notebook.press(panel, "stop")
         picture = figure(replayed(panel), "curves")
         picture.wait_for()
         assert ground(picture) < 80
         colour = picture.locator("figcaption").evaluate("(caption) => getComputedStyle(caption).color")
         assert min(map(int, re.findall(r"\d+", colour)[:3])) > 150, f"a title in {colour} on a dark ground"
     finally:
-        small.use_theme("Light")
+        notebook.use_theme("Light")
 
 
 def ground(picture):
@@ -243,9 +229,9 @@ def ground(picture):
     return counts.index(max(counts))
 
 
-def test_four_workers_at_full_speed(small):
-    panel = start(small, FLOOD)
-    small.page.evaluate(
+def test_four_workers_at_full_speed(notebook):
+    panel = start(notebook, FLOOD)
+    notebook.page.evaluate(
         """() => {
             const figure = document.querySelector('figure[data-view=curves]');
             window.seen = [];
@@ -256,17 +242,17 @@ def test_four_workers_at_full_speed(small):
             tick();
         }"""
     )
-    spent = [small.ask("(time.time(), panel_seconds())")]
+    spent = [notebook.ask("(time.time(), panel_seconds())")]
     panel.get_by_label("go").check()
-    while not small.ask("run.done"):
-        spent.append(small.ask("(time.time(), panel_seconds())"))
+    while not notebook.ask("run.done"):
+        spent.append(notebook.ask("(time.time(), panel_seconds())"))
         time.sleep(0.4)
     page = replayed(panel)
     figure(page, "ranks").wait_for()
-    small.page.evaluate("() => cancelAnimationFrame(window.counting)")
+    notebook.page.evaluate("() => cancelAnimationFrame(window.counting)")
 
-    first, last, events = small.ask("(logs(0)[2].time, logs(0)[-1].time, sum(len(logs(rank)) for rank in range(4)))")
-    frames = [drawn for moment, drawn in small.page.evaluate("() => window.seen") if first <= moment / 1000 <= last]
+    first, last, events = notebook.ask("(logs(0)[2].time, logs(0)[-1].time, sum(len(logs(rank)) for rank in range(4)))")
+    frames = [drawn for moment, drawn in notebook.page.evaluate("() => window.seen") if first <= moment / 1000 <= last]
     (begin, before), (end, after) = spent[0], max(spent, key=lambda sample: sample[1])
     print(
         f"{events} events in {last - first:.1f} s: {len(frames) / (last - first):.0f} frames a second in the browser, "
@@ -286,64 +272,64 @@ def drawn(panel):
     return int(figure(panel, "curves").get_attribute("data-drawn") or 0)
 
 
-def test_a_page_that_is_loaded_anew_shows_the_panel_and_its_controls_act(small):
-    start(small)
-    small.reload()
-    panel = small.output(WORK)
+def test_a_page_that_is_loaded_anew_shows_the_panel_and_its_controls_act(notebook):
+    start(notebook)
+    notebook.reload()
+    panel = notebook.output(WORK)
     figure(panel, "curves").and_(panel.locator("[data-drawn]")).wait_for()
     before = drawn(panel)
     eventually(lambda: drawn(panel) > before + 3)
     assert states(panel) == ["running"] * 4
-    small.slider(panel, "gain").wait_for()
-    small.press(panel, "pause")
-    eventually(lambda: small.ask("run.paused") and states(panel) == ["paused"] * 4)
-    small.press(panel, "stop")
+    notebook.slider(panel, "gain").wait_for()
+    notebook.press(panel, "pause")
+    eventually(lambda: notebook.ask("run.paused") and states(panel) == ["paused"] * 4)
+    notebook.press(panel, "stop")
     page = replayed(panel)
     eventually(lambda: states(page) == ["stopped"] * 4)
     assert panel.locator("iframe").count() == 1 and figure(panel, "curves").count() == 0
-    small.reload()  # once more, after its end
-    page = replayed(small.output(WORK))
+    notebook.reload()  # once more, after its end
+    page = replayed(notebook.output(WORK))
     eventually(lambda: states(page) == ["stopped"] * 4)
 
 
-def test_two_pages_show_the_same_run(server, chromium, small):
-    start(small)
-    small.save()
+def test_two_pages_show_the_same_run(server, chromium, notebook):
+    start(notebook)
+    notebook.save()
     with chromium.page() as (page, _):
         page.goto(server.address("small.ipynb").replace("workspaces/test", "workspaces/second"))
         wait_for_kernel(page)
         second = Notebook(page, []).output(WORK)
         figure(second, "curves").and_(second.locator("[data-drawn]")).wait_for()
-        first = small.output(WORK)
+        first = notebook.output(WORK)
         before = drawn(first), drawn(second)
         eventually(lambda: drawn(first) > before[0] + 3 and drawn(second) > before[1] + 3)
-        small.press(first, "stop")
+        notebook.press(first, "stop")
         for panel in (first, second):
             page = replayed(panel)
             eventually(lambda page=page: states(page) == ["stopped"] * 4)
 
 
 @pytest.mark.parametrize("way", ["page", "tab"])
-def test_who_comes_back_after_the_end_of_a_run_sees_how_it_ended(server, small, way):
-    start(small)
+def test_who_comes_back_after_the_end_of_a_run_sees_how_it_ended(server, notebook, way):
+    start(notebook)
     left, ended = (server.notebooks / f"{way}.{word}" for word in ("left", "ended"))
-    small.ask(f"threading.Thread(target=end_after, args=({str(left)!r}, {str(ended)!r})).start()")
-    with small.away(way):
+    notebook.ask(f"threading.Thread(target=end_after, args=({str(left)!r}, {str(ended)!r})).start()")
+    with notebook.away(way):
         left.touch()
         eventually(ended.exists)
-    assert small.ask("run.done")
-    page = replayed(small.output(WORK))
+    assert notebook.ask("run.done")
+    page = replayed(notebook.output(WORK))
     eventually(lambda: states(page) == ["stopped"] * 4)
 
 
-def test_who_has_stayed_keeps_no_widget(small):
+def test_who_has_stayed_keeps_no_widget(notebook):
     widgets = "len(__import__('ipywidgets').widgets.widget._instances)"
-    before = small.ask(widgets)
-    panel = start(small)
-    assert small.ask(widgets) > before
-    small.press(panel, "stop")
+    before = notebook.ask(widgets)
+    panel = start(notebook)
+    assert notebook.ask(widgets) > before
+    notebook.press(panel, "stop")
     replayed(panel)
-    eventually(lambda: small.ask(widgets) == before)
+    eventually(lambda: notebook.ask(widgets) == before)
 
 
 # ---------------------------------------------------------------------------------- the lessons, and pages
@@ -364,13 +350,13 @@ def test_the_tour_runs_from_top_to_bottom(server, chromium):
         assert widths["timeline"] == widths["ranks"] > 1.9 * widths["curves"], widths
 
 
-def test_the_messages_of_a_ring_can_be_replayed_and_saved(server, chromium, small):
+def test_the_messages_of_a_ring_can_be_replayed_and_saved(server, chromium, notebook):
     cells = range(FLOOD + 1, FLOOD + 1 + len(RING))
     for cell in cells:
-        small.run_cell(cell)
-    assert small.failures() == []
-    steps = scrub(replayed(small.output(cells[-1])))
-    small.ask("ring.save_html('ring.html')")
+        notebook.run_cell(cell)
+    assert notebook.failures() == []
+    steps = scrub(replayed(notebook.output(cells[-1])))
+    notebook.ask("ring.save_html('ring.html')")
 
     with chromium.page(offline=True) as (page, _):
         asked = []

@@ -72,15 +72,6 @@ def opened(server, chromium):
         yield notebook
 
 
-@pytest.fixture
-def notebook(opened):
-    opened.errors.clear()
-    yield opened
-    opened.ask("'run' in globals() and run.stop()")
-    assert opened.failures() == []
-    assert opened.errors == []
-
-
 def start(notebook, cell):
     """Start a run in a cell; gives its panel as soon as it draws."""
     notebook.run_cell(cell)

@@ -71,6 +71,16 @@ HEIGHTS = """
 """
 
 
+START, BREAK = 1, 3  # the cells that begin a run
+
+
+@pytest.fixture(scope="module")
+def opened(server, chromium):
+    starts = "run = cluster.start(work)\nrun"
+    with chromium.notebook(server.write("pictures.ipynb", SETUP, starts, BREAKS, starts)) as notebook:
+        yield notebook
+
+
 @pytest.fixture
 def show(chromium, tmp_path):
     """Open the views of events as a page of its own; gives the page."""
@@ -212,28 +222,23 @@ def work():
 """
 
 
-def test_a_run_whose_loss_breaks_keeps_its_panel_and_has_a_still(server, chromium):
-    name = server.write("breaks.ipynb", BREAKS, "run = cluster.start(work)\nrun")
+def test_a_run_whose_loss_breaks_keeps_its_panel_and_has_a_still(notebook):
     said = "the loss of rank 1 is not a number since step 12"
-    with chromium.notebook(name) as notebook:
-        notebook.run_cell(0)
-        notebook.run_cell(1)
-        panel = notebook.output(1)
-        curves = panel.locator("figure[data-view=curves]")
-        eventually(lambda: said in (curves.locator("canvas").get_attribute("aria-label") or ""))
-        eventually(
-            lambda: "62 events left out: their loss is not a number" in curves.locator("figcaption").text_content()
-        )
-        assert panel.locator("figure[data-view=staleness]").count() == 1
-        notebook.ask("run.set('enough', True)")
-        notebook.ask("run.wait(30) and None")
-        still = panel.locator("iframe")
-        still.wait_for(state="attached")
-        alts = panel.locator("img").evaluate_all("(all) => all.map((one) => one.alt)")
-        assert any(said in alt for alt in alts)
-        inside = panel.frame_locator("iframe").locator("figure[data-view=curves][data-drawn] canvas")
-        assert said in inside.get_attribute("aria-label")
-        assert notebook.failures() == [] and notebook.errors == []
+    notebook.run_cell(BREAK - 1)
+    notebook.run_cell(BREAK)
+    panel = notebook.output(BREAK)
+    curves = panel.locator("figure[data-view=curves]")
+    eventually(lambda: said in (curves.locator("canvas").get_attribute("aria-label") or ""))
+    eventually(lambda: "62 events left out: their loss is not a number" in curves.locator("figcaption").text_content())
+    assert panel.locator("figure[data-view=staleness]").count() == 1
+    notebook.ask("run.set('enough', True)")
+    notebook.ask("run.wait(30) and None")
+    still = panel.locator("iframe")
+    still.wait_for(state="attached")
+    alts = panel.locator("img").evaluate_all("(all) => all.map((one) => one.alt)")
+    assert any(said in alt for alt in alts)
+    inside = panel.frame_locator("iframe").locator("figure[data-view=curves][data-drawn] canvas")
+    assert said in inside.get_attribute("aria-label")
 
 
 def test_thin_curves_can_be_seen_in_the_dark(show):
@@ -258,32 +263,30 @@ def test_the_slider_of_a_replay_says_what_it_moves(show):
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080)])
-def test_a_panel_with_its_controls_fits_into_a_window_and_keeps_its_height(server, chromium, width, height):
-    name = server.write(f"fits{width}.ipynb", SETUP, "run = cluster.start(work)\nrun")
-    with chromium.notebook(name, width=width, height=height) as notebook:
-        notebook.run_cell(0)
-        notebook.page.evaluate(HEIGHTS)
-        notebook.run_cell(1)
-        panel = notebook.output(1)
-        board = panel.locator(".dlab-board")
-        for view in ("ranks", "curves", "throughput", "timeline"):
-            board.locator(f"figure[data-view={view}][data-drawn]").wait_for()
-        before = board.bounding_box()
-        panel.get_by_label("go").check()
-        timeline = board.locator("figure[data-view=timeline]")
-        eventually(lambda: "compute" in (timeline.locator("canvas").get_attribute("aria-label") or ""))
-        notebook.slider(panel, "lr").wait_for()
-        after = board.bounding_box()
-        assert before["height"] == after["height"]
-        heights = [each for each in notebook.page.evaluate("() => window.heights") if each]
-        assert max(heights) - min(heights) <= 1, sorted(set(heights))
-        whole = panel.locator(".jp-OutputArea-output").first.bounding_box()
-        seen = notebook.page.locator(".jp-WindowedPanel-outer").first.bounding_box()
-        assert whole["height"] < seen["height"] and whole["height"] <= (650 if width == 1280 else 750)
-        curves, throughput = (
-            board.locator(f"figure[data-view={view}]").bounding_box() for view in ("curves", "throughput")
-        )
-        assert curves["y"] == throughput["y"]
-        assert throughput["x"] + throughput["width"] > whole["x"] + 0.95 * whole["width"]
-        notebook.ask("run.stop()")
-        assert notebook.failures() == [] and notebook.errors == []
+def test_a_panel_with_its_controls_fits_into_a_window_and_keeps_its_height(notebook, width, height):
+    notebook.page.set_viewport_size({"width": width, "height": height})
+    notebook.run_cell(START - 1)
+    notebook.page.locator(".dlab-board").wait_for(state="detached")  # that of the run before
+    notebook.page.evaluate(HEIGHTS)
+    notebook.run_cell(START)
+    panel = notebook.output(START)
+    board = panel.locator(".dlab-board")
+    for view in ("ranks", "curves", "throughput", "timeline"):
+        board.locator(f"figure[data-view={view}][data-drawn]").wait_for()
+    before = board.bounding_box()
+    panel.get_by_label("go").check()
+    timeline = board.locator("figure[data-view=timeline]")
+    eventually(lambda: "compute" in (timeline.locator("canvas").get_attribute("aria-label") or ""))
+    notebook.slider(panel, "lr").wait_for()
+    after = board.bounding_box()
+    assert before["height"] == after["height"]
+    heights = [each for each in notebook.page.evaluate("() => window.heights") if each]
+    assert max(heights) - min(heights) <= 1, sorted(set(heights))
+    whole = panel.locator(".jp-OutputArea-output").first.bounding_box()
+    seen = notebook.page.locator(".jp-WindowedPanel-outer").first.bounding_box()
+    assert whole["height"] < seen["height"] and whole["height"] <= (650 if width == 1280 else 750)
+    curves, throughput = (
+        board.locator(f"figure[data-view={view}]").bounding_box() for view in ("curves", "throughput")
+    )
+    assert curves["y"] == throughput["y"]
+    assert throughput["x"] + throughput["width"] > whole["x"] + 0.95 * whole["width"]

@@ -120,6 +120,7 @@ def test_demo_gets_what_was_named_and_nothing_else(monkeypatch):
     assert calls == [{}, {"workers": 2, "steps": 7}]
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_progress_line_per_rank_and_what_came_out():
     answer = dlab_command("demo", "--workers", "2", "--steps", "3")
     assert answer.returncode == 0, answer.stderr
@@ -268,6 +269,7 @@ def lab(labs):
     return labs["stays"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_lab_serves_the_tour_and_leaves_nothing_behind(labs, end):
     lab, port = labs[end]

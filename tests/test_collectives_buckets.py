@@ -14,12 +14,6 @@ RANKS = 3
 PIECES = [(700, 1000), (100, 700), (99, 100), (0, 99)]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS) as cluster:
-        yield cluster
-
-
 def _content(rank, turn, dtype=torch.float64):
     return torch.randn(1000, generator=torch.Generator().manual_seed(100 * rank + turn), dtype=torch.float64).to(dtype)
 

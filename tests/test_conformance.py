@@ -76,12 +76,13 @@ def test_the_backend_is_really_the_one_asked_for(suite):
 def test_ranks_go_when_their_test_hangs_and_when_the_process_that_forked_them_is_killed():
     with Suite(seconds=2) as suite:
         process = psutil.Process(suite.pid)
-        outcome = suite.run("gloo", "test_barrier_timeout_group")  # waits for 5 s
+        slow = "test_barrier_timeout_group"  # waits for 5 s
+        outcome = suite.run("gloo", slow)
         assert outcome.verdict == "fail"
         assert "timed out" in outcome.why
         assert process.children() == []
 
-        waiting = threading.Thread(target=pytest.raises, args=(RuntimeError, suite.run, "gloo", "test_barrier_group"))
+        waiting = threading.Thread(target=pytest.raises, args=(RuntimeError, suite.run, "gloo", slow))
         waiting.start()
         ranks = eventually(lambda: len(process.children()) == 4 and process.children())
         process.kill()

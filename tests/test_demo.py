@@ -14,11 +14,7 @@ from dlab.data import partition_dataset
 from dlab.demo import accuracy, average_gradients, train
 from dlab.exercises import check_one_message
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(4) as cluster:
-        yield cluster
+WORKERS = 4  # of the cluster
 
 
 def _train_in_one_process(ranks, steps):

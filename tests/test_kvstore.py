@@ -17,12 +17,6 @@ ON_SERVERS = ["dist_sync", "dist_async"]
 DISTRIBUTED = [*ON_SERVERS, "dist_device_sync"]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(WORKERS, servers=SERVERS) as cluster:
-        yield cluster
-
-
 def twice(key, gradient, stored):
     stored += 2 * gradient
 

@@ -6,16 +6,12 @@ import torch
 import dlab
 from dlab import kvstore
 
+SERVERS = 1  # of the cluster
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2, servers=1) as cluster:
-        yield cluster
 
 
 def _push_and_pull(type, compression=None):

@@ -27,12 +27,6 @@ OPTIMIZERS = [
 NAMES = ["plain", "momentum", "adam", "adagrad"]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(WORKERS) as cluster:
-        yield cluster
-
-
 def test_a_lock_outlives_its_holder():
     lock = Lock(memoryview(mmap.mmap(-1, 4096)))
     lock.make()

@@ -69,7 +69,7 @@ def test_make_installs_once(checkout):
     for _ in range(2):
         assert make("test", cwd=checkout.top, PATH=checkout.path).returncode == 0
     assert calls.read_text().count("pip install") == 1
-    assert calls.read_text().count("-m pytest") == 2
+    assert calls.read_text().count("-m tests.streams") == 2
 
     os.utime(checkout.top / "pyproject.toml", (2**32, 2**32))  # changed after the installation
     assert make("test", cwd=checkout.top, PATH=checkout.path).returncode == 0
@@ -95,7 +95,7 @@ def test_make_hands_on_what_it_was_told(checkout):
 
     assert last_call("lab") == "-m dlab lab"
     assert last_call("lab", "PORT=8890", "OPEN=0", "IP=0.0.0.0") == "-m dlab lab --port 8890 --ip 0.0.0.0 --no-open"
-    assert last_call("test", "ARGS=-k data") == "-m pytest -k data"
+    assert last_call("test", "ARGS=-k data") == "-m tests.streams -k data"
     assert last_call("bench") == "-m dlab.bench"
     (checkout.top / ".venv" / ".ready").unlink()
     last_call("test", "PIP_ARGS=--extra-index-url https://example.org")

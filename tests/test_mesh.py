@@ -9,7 +9,12 @@ import torch
 
 import dlab
 from dlab import reduction
-from dlab.collectives import ring_allreduce
+from dlab.collectives import (
+    halving_doubling_allreduce,
+    hierarchical_allreduce,
+    ring_allreduce,
+    tree_allreduce,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 WORKERS = 4
@@ -161,8 +166,8 @@ def use(mesh, shared, count=1001, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_in_a_rehearsal(dtype):
-    found = dlab.rehearse(lambda t: use(dlab.Mesh((2, 2), ("dp", "tp"), t), False, 7, dtype), ranks=4)
+def test_over_every_transport(transport, dtype):
+    found = transport(lambda t, _: use(dlab.Mesh((2, 2), ("dp", "tp"), t), False, 7, dtype), [torch.zeros(1)] * 4)
     assert all(all(each) for each in found), found
     assert found.messages, "they can be seen"
 
@@ -330,3 +335,70 @@ def as_a_rank():
 
 if __name__ == "__main__":
     as_a_rank()
+
+
+# ------------------------------------------------------------------------------------- what is recorded
+
+
+def along_both(mesh):
+    ring_allreduce(torch.ones(4), mesh["tp"])
+    ring_allreduce(torch.ones(4), mesh["dp"])
+    tree_allreduce(torch.ones(4), mesh["dp", "tp"])
+    ring_allreduce(torch.ones(4), mesh.transport)
+
+
+def groups_of(messages):
+    """By axis, the groups in which messages went, and between whom."""
+    found = {}
+    for data in (event.data for event in messages if event.kind == "message"):
+        ends = found.setdefault((data.get("axis"), tuple(data.get("group", ()))), set())
+        ends.add((data["source"], data["destination"]))
+    return found
+
+
+RING, TREE = {(0, 1), (1, 2), (2, 3), (3, 0)}, {(0, 1), (0, 2), (1, 0), (2, 0), (2, 3), (3, 2)}
+RECORDED = {
+    ("tp", (0, 1)): {(0, 1), (1, 0)},
+    ("tp", (2, 3)): {(2, 3), (3, 2)},
+    ("dp", (0, 2)): {(0, 2), (2, 0)},
+    ("dp", (1, 3)): {(1, 3), (3, 1)},
+    ("dp, tp", (0, 1, 2, 3)): TREE,
+    (None, ()): RING,
+}
+
+
+def test_a_message_names_its_group_in_a_rehearsal():
+    rehearsal = everybody((2, 2), ("dp", "tp"), along_both)
+    assert groups_of(rehearsal.messages) == RECORDED
+
+
+def test_a_message_names_its_group_in_a_cluster(cluster):
+    run = cluster.start(lambda: along_both(dlab.Mesh((2, 2), ("dp", "tp"))))
+    run.wait(60)
+    assert groups_of(run.events) == RECORDED
+
+
+def test_a_line_of_a_mesh_of_a_line_is_the_one_that_is_named():
+    def work(mesh):
+        inner = dlab.Mesh((2, 2), ("x", "y"), mesh["tp"])
+        ring_allreduce(torch.ones(4), inner["x"])
+        return list(inner["x"].members)
+
+    rehearsal = everybody((2, 4), ("dp", "tp"), work)
+    assert rehearsal == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert groups_of(rehearsal.messages) == {
+        ("x", (a, b)): {(a, b), (b, a)} for a, b in [(0, 2), (1, 3), (4, 6), (5, 7)]
+    }
+
+
+def test_the_parts_of_an_algorithm_are_not_taken_for_groups():
+    """Hierarchical all-reduce and halving and doubling among three make groups of their own."""
+
+    def work(mesh):
+        hierarchical_allreduce(torch.ones(4), mesh["tp"])
+        halving_doubling_allreduce(torch.ones(4), mesh["dp"])
+
+    found = groups_of(everybody((3, 4), ("dp", "tp"), work).messages)
+    assert found.keys() == {("tp", tuple(range(first, first + 4))) for first in (0, 4, 8)} | {
+        ("dp", (rank, rank + 4, rank + 8)) for rank in range(4)
+    }

@@ -41,6 +41,7 @@ def links() -> str:
 # ------------------------------------------------------------------------------------- torch.distributed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_an_allreduce_across_two_hosts(hosts, tmp_path, rendezvous):
     script = tmp_path / "sum.py"

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import stat
 import statistics
 import time
@@ -13,22 +12,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import alive, eventually, open_handles
+from kernels import alive, eventually, is_one_sentence, open_handles
 
 import dlab
 from dlab.processes.parent import forkserver
 
+WORKERS = 4  # of the cluster
 CORES = len(os.sched_getaffinity(0))
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(4) as cluster:
-        yield cluster
-
-
-def is_one_sentence(text: str) -> bool:
-    return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
 
 
 # ------------------------------------------------------------------------------------- running functions

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trouble
-from kernels import open_handles
+from kernels import eventually, open_handles
 from torch import nn
 
 import dlab
@@ -28,7 +28,8 @@ INJECTIONS = int(os.environ.get("DLAB_CHAOS", "60"))
 SEED = int(os.environ.get("DLAB_CHAOS_SEED", "1"))
 RANKS = 3
 SERVER = RANKS  # the number of the only server
-TIMEOUT = 0.6
+TIMEOUT = 1.0  # seconds in which everybody has come to where they wait for one that hangs
+COLD = 1.2  # more, for a training on workers that are new
 CRASHES = {
     trouble.fail: "rank {} failed: ValueError: trouble",
     trouble.leave: "rank {} failed: SystemExit: 7",
@@ -170,15 +171,13 @@ class Chaos:
     def hang(self, moment, name):
         what, victim = self.chance.choice(HANGS), self.chance.randrange(RANKS)
         yield f"{what.__name__}, rank {victim}"
-        there = self.folder / f"{next(_numbers)} has come to it"
 
-        def come_and_hang():
-            there.touch()
+        def tell_and_hang():
+            dlab.log(moment=moment)
             what()
 
-        run = self.disturbed(come_and_hang, victim, moment, name)
-        while not there.exists() and not run.done:  # workers that are new may have much to import
-            time.sleep(0.01)
+        run = self.disturbed(tell_and_hang, victim, moment, name)
+        eventually(lambda: run.done or any("moment" in event.data for event in run.events))
         with pytest.raises(dlab.WorkerTimeout) as error:
             run.wait(TIMEOUT)
         assert error.value.rank == victim, str(error.value)
@@ -214,7 +213,7 @@ class Chaos:
                 run.stop()
                 return
             with pytest.raises(dlab.WorkerTimeout) as error:
-                run.wait(TIMEOUT + self.cold(moment))
+                run.wait(TIMEOUT + COLD * (moment in TRAININGS))
             assert error.value.rank == victim, str(error.value)
             run.stop()
         elif moment in TRAININGS and (STRATEGIES[name].survives if victim < RANKS else "checkpoint" in moment):
@@ -250,10 +249,6 @@ class Chaos:
 
     def after_a_while(self):
         time.sleep(self.chance.choice([0.0, 0.02, 0.05, 0.1, 0.3, 0.6]))
-
-    def cold(self, moment):
-        """Seconds that a training needs to get to its third step on workers that are new."""
-        return 1.2 if moment in TRAININGS else 0.0
 
     # --- what comes next
 

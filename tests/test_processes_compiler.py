@@ -5,8 +5,6 @@ import sys
 import pytest
 import torch
 
-import dlab
-
 
 def _stand_in() -> bool:
     return type(sys.modules["torch._dynamo"]).__name__ == "_StandIn"
@@ -19,12 +17,6 @@ def _train(optimizer_class):
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     return parameter.detach(), _stand_in()
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])

@@ -94,6 +94,7 @@ NO_GUARD = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_works_and_nothing_forks_it(ending):
     done = ending["no guard"].finish()
     lines = done.stdout.splitlines()
@@ -114,6 +115,7 @@ NOT_CLOSED = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_its_cluster_ends_by_itself(ending):
     done = ending["not closed"].finish()
     assert (done.returncode, done.stderr) == (0, "")
@@ -131,6 +133,7 @@ FAILING = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_shows_the_workers_traceback_and_exits_with_1(ending):
     done = ending["failing"].finish()
     assert done.returncode == 1
@@ -154,6 +157,7 @@ def endless(start_together):
     return start_together({end.name: ENDLESS for end in ENDS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
 def test_a_script_that_is_killed_leaves_nothing(endless, end):
     assert endless[end.name].finish(end).returncode == -end

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import Kernel, eventually
+from kernels import eventually
 
 import dlab
 from dlab.collectives import ring_allreduce
@@ -23,12 +23,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not 
 
 WORKERS = 3  # of the cluster
 PACKAGE = os.path.dirname(dlab.__file__)  # where its own lines are
+FIRST_CELL = "%load_ext dlab\nimport dlab, torch\nfrom dlab.processes.parent import hangs\ncluster = dlab.cluster(2)"
 BIG = 1 << 20  # numbers: four times what a ring has room for
 
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(hangs, "SECONDS", 0.5)
+    monkeypatch.setattr(hangs, "SECONDS", 1.0)  # in which a rank says for whom it waits, also on a busy machine
 
 
 def hang_of(run):
@@ -297,15 +298,15 @@ def be_delayed_on_rank_1():
 
 
 def many_short_waits():
-    """Nobody logs, and whoever is not asleep waits; but they get on."""
+    """Nobody logs, and whoever is not asleep waits; but they get on. A wait is short also where the machine is busy."""
     transport, x = dlab.transport(), torch.zeros(1)
-    for turn in range(90):
+    for turn in range(27):
         if dlab.rank() == turn % 3:
-            time.sleep(0.03)
+            time.sleep(0.1)
         transport.barrier()
-    for turn in range(90):
+    for turn in range(27):
         if dlab.rank() == turn % 3:
-            time.sleep(0.03)
+            time.sleep(0.1)
         dist.all_reduce(x)
 
 
@@ -372,7 +373,7 @@ def test_a_hang_that_ends_is_taken_back_and_both_are_saved(started, capsys, tmp_
 
 def test_a_timeout_tells_the_circle(cluster):
     with pytest.raises(dlab.WorkerTimeout, match="each waits for the next: 0 → 1 → 2 → 0") as error:
-        cluster.run(recv_first, timeout=1)
+        cluster.run(recv_first, timeout=2)
     for rank in range(3):
         told = f"waiting in recv for rank {(rank + 1) % 3}, {line(recv_first, 'transport.recv')}"
         assert f"rank {rank}: {told}" in str(error.value)
@@ -386,7 +387,7 @@ def test_a_timeout_names_who_did_not_come_before_those_who_wait_in_a_collective_
         dlab.allreduce(torch.ones(4))
 
     with pytest.raises(dlab.WorkerTimeout, match=r"; ranks 0 and 1 waited for rank 2\n") as error:
-        cluster.run(oversleep, timeout=1)
+        cluster.run(oversleep, timeout=2)
     assert error.value.ranks == [2, 0, 1]
     assert "rank 0: waiting in allreduce for rank 2, line " in str(error.value)
     assert f"rank 2: at {line(oversleep, 'time.sleep')}" in str(error.value)
@@ -403,16 +404,6 @@ def test_an_interrupt_tells_the_circle(cluster, capsys):
     assert lines[0] == "recv_first was stopped:"
     assert lines[1].startswith("rank 0: waiting in recv for rank 1, line ")
     assert lines[-1] == "each waits for the next: 0 → 1 → 2 → 0"
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        cell = kernel.run(
-            "%load_ext dlab\nimport dlab, torch\nfrom dlab.processes.parent import hangs\ncluster = dlab.cluster(2)"
-        )
-        assert cell.error is None, cell
-        yield kernel
 
 
 def shown(kernel, cell, kind):
@@ -449,7 +440,7 @@ def test_in_a_notebook_it_is_told_in_the_cell_after_five_seconds_and_updated_in_
 
 
 def test_in_a_cell_for_workers_the_line_is_the_cells(kernel):
-    assert kernel.run("hangs.SECONDS = 0.5").error is None
+    assert kernel.run("hangs.SECONDS = 1.0").error is None
     code = "import dlab, torch\ntransport = dlab.transport()\n\ntransport.recv(torch.zeros(1), 1 - dlab.rank())"
     cell = kernel.submit(f"%%workers -n 2\n{code}")
     kernel._read(lambda: shown(kernel, cell, "display_data"), 60, "nothing is told")

@@ -1,30 +1,16 @@
 """In a real Jupyter kernel: cells become workers, and what they print and raise comes back to the calling cell."""
 
-import re
 import time
 
 import pytest
-from kernels import Kernel, alive, eventually, within
+from kernels import COLOUR, Kernel, alive, eventually, ok, within
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        cell = kernel.run(
-            "import os, sys, time, torch, dlab\n"
-            "import torch.distributed as dist\n"
-            "cluster = dlab.Cluster(3)\n"
-            "cluster.run(dlab.rank)"
-        )
-        assert cell.result == "[0, 1, 2]", cell
-        yield kernel
-
-
-def ok(cell):
-    assert cell.error is None, cell.traceback
-    return cell
+FIRST_CELL = """
+import os, sys, time, torch, dlab
+import torch.distributed as dist
+cluster = dlab.Cluster(3)
+assert cluster.run(dlab.rank) == [0, 1, 2]
+"""
 
 
 # ------------------------------------------------------------------------------------- cells become workers

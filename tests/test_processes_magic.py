@@ -1,24 +1,11 @@
 """`%%workers` in a real kernel: a cell that runs on every worker, in a namespace that lasts."""
 
-import re
 import time
 
 import pytest
-from kernels import Kernel, within
+from kernels import COLOUR, ok, within
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        ok(kernel.run("%load_ext dlab"))
-        yield kernel
-
-
-def ok(cell):
-    assert cell.error is None, cell.traceback
-    return cell
+FIRST_CELL = "%load_ext dlab"
 
 
 def test_the_body_runs_on_every_worker_and_the_last_expression_comes_back_by_rank(kernel):

@@ -3,33 +3,22 @@
 import re
 
 import pytest
-from kernels import Kernel
+from kernels import COLOUR, ok
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+FIRST_CELL = """
+import time, dlab
+cluster, runs = dlab.cluster(2), []
+def work():
+    while not dlab.knob("enough"): time.sleep(0.01)
+    return "done"
+"""
 REPLACED = "was still running from this cell's last execution: it was stopped, and a new run begins"
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        setup = (
-            "import time, dlab\n"
-            "cluster, runs = dlab.cluster(2), []\n"
-            "def work():\n    while not dlab.knob('enough'): time.sleep(0.01)\n    return 'done'"
-        )
-        ok(kernel.run(setup))
-        yield kernel
 
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on(kernel):
     yield
     ok(kernel.run("for each in runs: each.stop()\nruns.clear()"))
-
-
-def ok(cell):
-    assert cell.error is None, cell.traceback
-    return cell
 
 
 @pytest.mark.parametrize("cell_id", ["a", None], ids=["by its id", "by its text"])

@@ -12,13 +12,8 @@ from kernels import eventually
 import dlab
 from dlab.processes.parent.output import LineReader
 
+WORKERS = 4  # of the cluster
 LINE = re.compile(r"\[rank \d\] [^\r\n]*")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(4) as cluster:
-        yield cluster
 
 
 def channels_of(text: str) -> list[str]:

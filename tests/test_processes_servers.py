@@ -21,12 +21,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not 
 WORKERS, SERVERS = 2, 2
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(WORKERS, servers=SERVERS) as cluster:
-        yield cluster
-
-
 @pytest.fixture(autouse=True)
 def the_next_run_works(cluster):
     yield

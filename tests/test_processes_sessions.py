@@ -15,14 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kernels import PATH, Kernel, Script, alive, eventually, expect_nothing_left, left_in
+from kernels import PATH, Kernel, Script, alive, eventually, expect_nothing_left, is_one_sentence, left_in
 
 import dlab
 from dlab.processes.parent import forkserver
-
-
-def is_one_sentence(text: str) -> bool:
-    return "\n" not in text and len(text) < 300 and not re.search(r"[.!?] [A-Z]", text)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +95,7 @@ FORKS = """
 """
 
 
+@pytest.mark.slow
 def test_a_fork_leaves_the_cluster_of_its_parent_alone_and_may_have_its_own(scripts):
     done = scripts["forks"].finish()
     assert done.returncode == 0, done.stderr

@@ -27,12 +27,6 @@ LARGE = messages.INLINE  # this many elements of any type are too large for the 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
-
-
 def echo(value):
     return value
 

@@ -1,18 +1,9 @@
 """In a real kernel: a mistake is the cell's own line and a sentence; a fault of dlab's keeps every frame."""
 
-import re
-
 import pytest
-from kernels import Kernel
+from kernels import COLOUR
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        assert kernel.run("import time, torch, dlab\ncluster = dlab.cluster(2)").error is None
-        yield kernel
+FIRST_CELL = "import time, torch, dlab\ncluster = dlab.cluster(2)"
 
 
 def shown(cell) -> str:

@@ -3,11 +3,11 @@
 import threading
 
 import pytest
-from kernels import Kernel
+from kernels import ok
 
 from dlab.processes.parent import waiting
 
-SETUP = """
+FIRST_CELL = """
 import os, threading, time
 import ipywidgets
 import dlab
@@ -41,18 +41,6 @@ def wait_for(path):
 
 pressed, opened = button(press), button(open_gate)
 """
-
-
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    with Kernel(TMPDIR=str(tmp_path_factory.mktemp("kernel"))) as kernel:
-        ok(kernel.run(SETUP))
-        yield kernel
-
-
-def ok(cell):
-    assert cell.error is None, cell.traceback
-    return cell
 
 
 def comm(kernel, name="pressed"):

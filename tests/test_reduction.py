@@ -11,13 +11,8 @@ import torch.distributed as dist
 import dlab
 from dlab.collectives import ring_allreduce
 
+WORKERS = 3  # of the cluster
 OPS = {"sum": torch.sum, "mean": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(3) as cluster:
-        yield cluster
 
 
 def _input(rank, elements, dtype):

@@ -12,12 +12,6 @@ PIECES = [(700, 1000), (99, 700), (0, 99)]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS) as cluster:
-        yield cluster
-
-
 def _content(rank, turn):
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(10 * rank + turn), dtype=torch.float64)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections import defaultdict
 
 import pytest
@@ -44,6 +45,27 @@ def test_every_message_is_a_slice_of_its_sender_and_an_arrow_to_its_receiver():
     assert all(each["args"]["bytes"] == 8 for each in slices)
 
 
+def test_collectives_of_a_sort_have_a_lane_of_their_own_and_say_how_many_they_are():
+    """On one lane viewers want slices that are apart or within each other; sums of two sorts may overlap anyhow."""
+    told = {"name": "all-reduce", "algorithm": "shared memory", "count": 1, "bytes": 64, "seconds": 0.5}
+    line = told | {"name": "all-gather", "count": 7, "group": [0, 2], "axis": "dp"}
+    events = [
+        dlab.Event(101.0, 0, "collective", told | {"start": 100.0, "end": 100.5}),
+        dlab.Event(102.0, 2, "collective", line | {"start": 100.25, "end": 101.25}),
+        dlab.Event(103.0, 2, "collective", line | {"start": 103.0, "end": 103.5, "axis": ""}),
+        dlab.Event(104.0, 2, "collective", line | {"start": None, "end": 103.5}),
+    ]
+    slices = entries(events, ph="X")
+    assert [(each["pid"], each["name"], each["ts"], each["dur"]) for each in slices] == [
+        (0, "all-reduce", 0.0, 5e5),
+        (2, "all-gather × 7", 2.5e5, 1e6),
+        (2, "all-gather × 7", 3e6, 5e5),
+    ]
+    lanes = {each["tid"]: each["args"]["name"] for each in entries(events, ph="M") if "tid" in each}
+    assert [lanes[each["tid"]] for each in slices] == ["all-reduce", "all-gather within dp", "all-gather within 0, 2"]
+    assert slices[1]["args"]["group"] == "0, 2" and slices[0]["args"]["bytes"] == 64
+
+
 def test_ranks_and_lanes_have_names_and_times_begin_at_zero():
     found = trace(
         [dlab.Event(5.0, 1, "log", {"compute": 0.1}), dlab.Event(6.0, 0, "state", {"state": "dead", "why": "x"})]
@@ -71,6 +93,8 @@ def test_a_run_writes_what_it_has_told(cluster, tmp_path):
     def fn():
         for step in range(3):
             ring_allreduce(torch.ones(4), dlab.transport())
+            dlab.allreduce(torch.ones(4))
+            time.sleep(0.02)
             dlab.log(step=step, loss=1.0, compute=0.01, wait=0.001)
 
     run = cluster.start(fn)
@@ -82,5 +106,6 @@ def test_a_run_writes_what_it_has_told(cluster, tmp_path):
         counted[each["ph"], each["name"]] += 1
     assert counted["X", "compute"] == counted["X", "wait"] == 6
     assert counted["X", "reduce-scatter"] == counted["s", "reduce-scatter"] == counted["f", "reduce-scatter"] == 6
+    assert counted["X", "all-reduce"] == 6, "each by itself, since they are far apart"
     assert counted["i", "returned"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

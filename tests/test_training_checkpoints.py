@@ -18,12 +18,7 @@ import dlab
 from dlab.training.checkpoints import DamagedCheckpoint, open_checkpoint
 
 RANKS = 3
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS, servers=1) as cluster:
-        yield cluster
+SERVERS = 1  # of the cluster
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RANKS, SEED, STEPS, BATCH = 4, 1234, 25, 128
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS) as cluster:
-        yield cluster
-
-
 def train(cluster, strategy, model=dlab.SmallCNN, data="mnist", lr=0.05, momentum=0.9):
     return dlab.train(model, data, strategy, on=cluster, lr=lr, momentum=momentum, seed=SEED).wait(280)
 

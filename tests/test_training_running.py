@@ -21,12 +21,6 @@ class Wide(nn.Sequential):
         super().__init__(nn.Linear(4, width), nn.Linear(width, classes))
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS) as cluster:
-        yield cluster
-
-
 def start(cluster, strategy=None, **given):
     given = {"model": network_in_float, "batch_size": BATCH, "lr": 0.1, "test": data_in_float()} | given
     return dlab.train(data=data_in_float(), strategy=strategy, on=cluster, **given)

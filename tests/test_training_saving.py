@@ -18,14 +18,9 @@ from dlab.training import loop
 from dlab.training.checkpoints import open_checkpoint
 
 RANKS, EVERY, STEPS = 4, 5, 15
+SERVERS = 1  # of the cluster
 METHODS = [(loop, "save"), (dlab.ParameterServer, "end"), (loop.Trainer, "result")]  # in which it may happen
 _methods = {name: getattr(kind, name) for kind, name in METHODS}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS, servers=1) as cluster:
-        yield cluster
 
 
 def suicide():

@@ -1,54 +1,15 @@
-"""The transports between processes: the same collectives as in a rehearsal, over shared memory and over gloo."""
+"""The transports between processes, shared memory and gloo: large tensors, ends that disagree, ranks that wait."""
 
 import pytest
 import torch
 
 import dlab
-from dlab import collectives
 from dlab.collectives import ring_allreduce
 from dlab.transports import SharedTransport, TorchTransport, connect
 
-
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(3) as cluster:
-        yield cluster
-
-
+WORKERS = 3  # of the cluster
 KINDS = {"shared memory": connect, "gloo": TorchTransport}
 kinds = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
-
-
-def _all_collectives(kind, elements, dtype):
-    transport = kind()
-    rank, size = transport.rank, transport.size
-    mine = torch.arange(elements).mul(rank + 1).to(dtype)
-    found = {}
-    for name in ("naive", "tree", "ring", "halving_doubling", "hierarchical"):
-        found[name] = mine.clone()
-        getattr(collectives, f"{name}_allreduce")(found[name], transport)
-    found["part"] = collectives.reduce_scatter(mine, transport)
-    found["gathered"] = torch.stack(collectives.all_gather(mine, transport))
-    found["swapped"] = torch.stack(collectives.all_to_all([mine + to for to in range(size)], transport))
-    transport.barrier()
-    return found
-
-
-@kinds
-@pytest.mark.parametrize("elements", [0, 1, 10, 200_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_collectives_equal_the_plain_computation(cluster, kind, elements, dtype):
-    inputs = [torch.arange(elements).mul(rank + 1).to(dtype) for rank in range(3)]
-    total = inputs[0].clone()
-    for other in inputs[1:]:
-        total += other
-    close = {"rtol": 2e-2 if dtype == torch.bfloat16 else 0.0, "atol": 0.0}
-    for rank, found in enumerate(cluster.run(_all_collectives, kind, elements, dtype, timeout=60)):
-        for name in ("naive", "tree", "ring", "halving_doubling", "hierarchical"):
-            assert torch.allclose(found[name], total, **close), name
-        assert torch.allclose(found["part"], total.tensor_split(3)[rank], **close)
-        assert torch.equal(found["gathered"], torch.stack(inputs))
-        assert torch.equal(found["swapped"], torch.stack([each + rank for each in inputs]))
 
 
 def _disagree(kind, elements, dtype):
@@ -146,6 +107,10 @@ def test_outside_a_process_group_there_is_no_transport():
         dlab.transport()
 
 
+def _send_around(dtype):
+    ring_allreduce(torch.ones(4).to(dtype), connect())
+
+
 def test_types_that_cannot_be_named_are_refused(cluster):
     with pytest.raises(dlab.WorkerError, match="float8_e5m2 cannot be sent: convert"):
-        cluster.run(_all_collectives, connect, 4, torch.float8_e5m2, timeout=30)
+        cluster.run(_send_around, torch.float8_e5m2, timeout=30)

@@ -40,12 +40,6 @@ def _check(results):
             assert messages == [1000.0 * other + number for number in range(CHARACTERS)]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(RANKS) as cluster:
-        yield cluster
-
-
 @pytest.mark.parametrize("room", [1, 5, 64])
 def test_all_messages_arrive_once_and_in_order(cluster, room):
     results = cluster.run(_correspond, room=room, timeout=60)

@@ -17,8 +17,10 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 import dlab
 from dlab import collectives, cost, kvstore
 from dlab.views import Messages
-from dlab.views.messages import _MOST, _SENT, _bend, _size
+from dlab.views.messages import _MOST, _SENT, _bend
 from dlab.views.page import pack
+from dlab.views.panel import Panel
+from dlab.views.totals import write_size, write_time
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not import pytest
 
@@ -165,7 +167,7 @@ def test_a_step_that_is_not_there_gets_a_sentence(step):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (20 << 20, "20 MiB"), (5 << 40, "5120 GiB")],
 )
 def test_sizes_are_short(count, words):
-    assert _size(count) == words
+    assert write_size(count) == words
 
 
 def test_arrows_lie_between_the_rims_of_two_ranks():
@@ -428,3 +430,86 @@ def test_in_a_notebook_the_replay_stands_behind_the_still():
     assert '<img alt="Ranks 0 to 3 on a circle' in still
     (page,) = re.findall(r'srcdoc="([^"]*)"', replay)
     assert "views.messages" in page and "all-gather 2" in page
+
+
+# ------------------------------------------------------------------------------------- groups, and what sends nothing
+
+
+def test_a_step_names_the_groups_in_which_its_messages_went():
+    def work(transport):
+        mesh = dlab.Mesh((2, 2), ("dp", "tp"), transport)
+        collectives.ring_allreduce(torch.ones(2), mesh["tp"])
+        collectives.ring_allreduce(torch.ones(2), mesh["dp"])
+
+    view = Messages(dlab.rehearse(work, 4).messages)
+    assert str(view).splitlines()[:4] == [
+        "reduce-scatter 0   0→1 1→0 2→3 3→2   4 B each   within tp [0, 1] [2, 3]",
+        "all-gather 0       0→1 1→0 2→3 3→2   4 B each   within tp [0, 1] [2, 3]",
+        "reduce-scatter 0   0→2 1→3 2→0 3→1   4 B each   within dp [0, 2] [1, 3]",
+        "all-gather 0       0→2 1→3 2→0 3→1   4 B each   within dp [0, 2] [1, 3]",
+    ]
+    titles = ["round 1, reduce-scatter 0 within tp", "round 1, all-gather 0 within tp"]
+    titles += ["round 2, reduce-scatter 0 within dp", "round 2, all-gather 0 within dp"]
+    assert [step["title"] for step in view.data()["steps"]] == titles
+    assert [axes.get_title() for axes in view.figure().axes] == titles
+    assert "Round 1, reduce-scatter 0 within tp: 0→1 1→0 2→3 3→2, 4 B each, within tp [0, 1] [2, 3]." in view.sentence()
+
+
+def test_of_many_groups_the_first_are_listed():
+    def work(transport):
+        collectives.ring_allreduce(torch.ones(2), dlab.Mesh((8, 2), ("dp", "tp"), transport)["tp"])
+
+    assert "within tp [0, 1] [2, 3] [4, 5] [6, 7] …\n" in str(Messages(dlab.rehearse(work, 16).messages))
+
+
+def collective(rank, name="all-reduce", **more):
+    told = {"name": name, "algorithm": "shared memory", "count": 25, "bytes": 25 << 20, "seconds": 0.006}
+    return dlab.Event(1.0, rank, "collective", told | {"start": 0.5, "end": 0.9} | more)
+
+
+TOTALS = "all-reduce (shared memory): 50 times, 50 MiB, 12 ms on each rank"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0 ms"), (2.36e-5, "0.024 ms"), (0.123, "120 ms"), (1.87, "1.9 s"), (123.4, "120 s")]
+)
+def test_times_are_short(seconds, words):
+    assert write_time(seconds) == words
+
+
+def test_a_run_without_messages_says_what_went_without_them():
+    view = Messages([collective(rank) for rank in (0, 1) for _ in range(2)])
+    assert str(view) == f"no messages were recorded\nwithout messages: {TOTALS}"
+    assert view.empty and view.alt == f"Messages: none were recorded. {TOTALS}."
+    assert TOTALS in view.figure().texts[0].get_text()
+    assert [part.title for part in view.parts] == [f"Messages: {TOTALS}"]
+
+
+def test_a_run_with_messages_says_it_too():
+    gathered = [collective(rank, "all-gather", axis="tp", group=[0, 1], count=1, bytes=2048) for rank in (0, 1)]
+    view = Messages([*rehearse("ring", 2), *[collective(rank) for rank in (0, 1) for _ in range(2)], *gathered])
+    assert str(view).splitlines()[-2:] == [
+        f"without messages: {TOTALS}",
+        "without messages: all-gather within tp (shared memory): once, 2 KiB, 6 ms on each rank",
+    ]
+    assert f"Without messages, {TOTALS}; all-gather within tp" in view.sentence()
+
+
+def test_a_collective_that_cannot_be_read_is_counted():
+    view = Messages([collective(0, bytes="many"), collective(0)])
+    assert view.missing == "1 event left out: its bytes are not a count"
+    assert "25 times" in str(view)
+
+
+def test_the_panel_of_a_run_of_collectives_alone_shows_them():
+    def fn():
+        for _ in range(50):
+            dlab.allreduce(torch.ones(1 << 10))
+
+    with dlab.Cluster(2) as cluster:
+        run = cluster.start(fn)
+        run.wait(60)
+        shown = {view.title: str(view) for view in Panel(run).shown}
+    assert shown["Messages"].startswith(
+        "no messages were recorded\nwithout messages: all-reduce (shared memory): 50 times, 200 KiB, "
+    )

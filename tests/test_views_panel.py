@@ -14,12 +14,6 @@ from dlab.views import panel as panels
 from dlab.views.panel import LivePanel, Panel, RacePanel
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with dlab.Cluster(2) as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def run(cluster):
     run = cluster.start(train, average_gradients, 100_000)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import dlab
 from dlab.events import Event, EventRing, save_events
+from dlab.kinds import KINDS
 from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Staleness, Throughput, Timeline
 from dlab.views.columns import Arrivals
 from dlab.views.page import frame, pack, write_page
@@ -77,6 +78,20 @@ FIELDS = {
         "of": small,
         "low": numbers,
         "high": numbers,
+        "group": st.lists(ranks, max_size=3),
+        "axis": texts,
+    },
+    "collective": {
+        "name": texts,
+        "algorithm": texts,
+        "count": small,
+        "bytes": small,
+        "seconds": moments,
+        "start": moments,
+        "end": moments,
+        "group": st.lists(ranks, max_size=3),
+        "axis": texts,
+        "buckets": small,
     },
     "gradients": {"step": small, "norms": norms},
     "gradient": {
@@ -92,6 +107,7 @@ FIELDS = {
     },
     "knob": {"name": texts, "default": values},
 }
+assert FIELDS.keys() == KINDS.keys()
 
 
 @st.composite

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlab.backend.group import DlabGroup, Emit
+from dlab.backend.group import DlabGroup
+from dlab.transports import Emit
 
 NAME = "dlab"
 _chosen: tuple[Callable[..., Any] | None, Emit | None] = (None, None)

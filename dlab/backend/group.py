@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,11 +22,11 @@ from dlab.backend.monitored import meet_monitored
 from dlab.backend.point_to_point import ANY_SOURCE, PointToPoint
 from dlab.backend.works import Pending, TaskQueue
 from dlab.collectives.ops import finish, prepare
+from dlab.collectives.recorded import ALGORITHM
 from dlab.collectives.ring import collect_chunks, pass_chunks, swap_parts
 from dlab.collectives.shared import SharedCollectives
-from dlab.transports import Recorder, SharedTransport, StoreTransport, Transport, connect
+from dlab.transports import Emit, Recorder, SharedTransport, StoreTransport, Transport, connect
 
-Emit = Callable[[str, dict[str, Any]], object]
 Tensors = Sequence[torch.Tensor]
 OPS = {
     dist.ReduceOp.SUM: "sum",
@@ -42,6 +45,8 @@ class DlabGroup(dist.ProcessGroup):
 
     On one host the ranks share memory; between hosts gloo carries the messages.
     """
+
+    _emit: Emit | None = None  # where collectives are told, if anywhere
 
     def __init__(
         self,
@@ -70,6 +75,7 @@ class DlabGroup(dist.ProcessGroup):
             transport, self._post, self._shared = GlooTransport(gloo), GlooPointToPoint(gloo), None
         self._bare: Transport = transport
         self._transport: Transport = Recorder(transport, emit) if emit and allreduce else transport
+        self._emit = emit if allreduce is None else None  # else each message is told
         self._task_queue = TaskQueue("dlab-task queue")
         self._plugged = allreduce
         self._takes_op = allreduce is not None and "op" in inspect.signature(allreduce).parameters
@@ -108,7 +114,7 @@ class DlabGroup(dist.ProcessGroup):
             for tensor in tensors:
                 self._reduce_everywhere(tensor, _op(opts))
 
-        return self._do(task, tensors, opts)
+        return self._do(self._told(task, "all-reduce", tensors), tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -154,7 +160,7 @@ class DlabGroup(dist.ProcessGroup):
             for tensor in tensors:
                 collectives.reduce(tensor, self._transport, opts.rootRank, _op(opts))
 
-        return self._do(task, tensors, opts)
+        return self._do(self._told(task, "reduce", tensors), tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Pending:
         """Give rank r the combination of all ranks' r-th tensors."""
@@ -164,7 +170,7 @@ class DlabGroup(dist.ProcessGroup):
                 mine = self._combine_parts([part.detach().reshape(-1) for part in parts], _op(opts))
                 output.detach().copy_(mine.view(output.shape))
 
-        return self._do(task, outputs, opts)
+        return self._do(self._told(task, "reduce-scatter", chain(*inputs)), outputs, opts)
 
     @property
     def _memory(self) -> SharedCollectives | None:
@@ -199,7 +205,7 @@ class DlabGroup(dist.ProcessGroup):
             for tensor in tensors:
                 collectives.broadcast(tensor, self._transport, opts.rootRank)
 
-        return self._do(task, tensors, opts)
+        return self._do(self._told(task, "broadcast", tensors), tensors, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
         """Give every rank the tensors of all ranks, as a list."""
@@ -208,7 +214,7 @@ class DlabGroup(dist.ProcessGroup):
             for rows, mine in zip(outputs, inputs, strict=True):
                 self._share(rows, mine)
 
-        return self._do(task, outputs, opts)
+        return self._do(self._told(task, "all-gather", inputs), outputs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Pending:
         """Do several all-gathers in one call, with the outputs ordered by rank instead of by tensor."""
@@ -229,7 +235,7 @@ class DlabGroup(dist.ProcessGroup):
                 else:
                     self._share(self._cut(output), mine)
 
-        return self._do(task, list(outputs), opts)
+        return self._do(self._told(task, "all-gather", inputs), list(outputs), opts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Pending:
         """Give the root the tensors of all ranks, as a list."""
@@ -239,7 +245,7 @@ class DlabGroup(dist.ProcessGroup):
             for output, found in zip(outputs[0] if gathered else (), gathered or (), strict=True):
                 output.detach().copy_(found)
 
-        return self._do(task, outputs, opts)
+        return self._do(self._told(task, "gather", inputs), outputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Pending:
         """Give each rank one of the root's tensors."""
@@ -248,7 +254,7 @@ class DlabGroup(dist.ProcessGroup):
             parts = [part.contiguous() for part in inputs[0]] if inputs else None
             collectives.scatter(outputs[0], self._transport, parts, opts.rootRank)
 
-        return self._do(task, outputs, opts)
+        return self._do(self._told(task, "scatter", chain(*inputs)), outputs, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
         """Give rank s all ranks' s-th tensors."""
@@ -258,7 +264,7 @@ class DlabGroup(dist.ProcessGroup):
             swap_parts([part.detach().contiguous() for part in inputs], rows, self._transport)
             _copy_back(rows, outputs)
 
-        return self._do(task, outputs, opts)
+        return self._do(self._told(task, "all-to-all", inputs), outputs, opts)
 
     def all_to_all_single(
         self,
@@ -329,6 +335,25 @@ class DlabGroup(dist.ProcessGroup):
 
     def _do(self, task: Callable[[], object], value: Any, opts: Any) -> Pending:
         return self._task_queue.do(task, value, later=opts is None or opts.asyncOp)
+
+    def _told(self, task: Callable[[], object], name: str, tensors: Iterable[torch.Tensor]) -> Callable[[], object]:
+        """A task that also tells of itself: its name, and the bytes of the tensors that this rank has for it."""
+        if self._emit is None or self.size() == 1:
+            return task
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return partial(self._do_and_tell, task, name, nbytes)
+
+    def _do_and_tell(self, task: Callable[[], object], name: str, nbytes: int) -> None:
+        start = time.time()
+        task()
+        self._listener.note_collective(name, "gloo" if self._shared is None else ALGORITHM, nbytes, start)
+
+    @cached_property
+    def _listener(self) -> Recorder:
+        """Who hears of collectives. Torch knows the ranks of a group when it has been made, not before."""
+        assert self._emit is not None
+        listener, ranks = Recorder(self._bare, self._emit), dist.get_process_group_ranks(self)
+        return listener if len(ranks) == dist.get_world_size() else listener.within(ranks, self._description)
 
     def _share(self, rows: Tensors, mine: torch.Tensor) -> None:
         """Gather all ranks' tensors into existing ones."""

@@ -10,6 +10,7 @@ from IPython.display import DisplayHandle
 import dlab
 from dlab.bench.measure import alternate
 from dlab.bench.rows import AtMost, Row, row
+from dlab.kinds import LOG
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.parent.run import Run
 from dlab.strategies import AllReduceSGD
@@ -45,7 +46,7 @@ def look_now_and_then(run: Run, rounds: int) -> tuple[list[float], list[float], 
     watched, alone = alternate(lambda: _look(live), _look_away, rounds=rounds)
     share = (time.thread_time() - before) / (rounds * WINDOW)
     live.close()
-    steps = [event.time for event in run.events if event.kind == "log" and event.rank == 0]
+    steps = [event.time for event in run.events if event.kind == LOG and event.rank == 0]
     return [_step(steps, *each) for each in watched], [_step(steps, *each) for each in alone], share
 
 

@@ -5,11 +5,13 @@ Taught in `05_parameter_server.ipynb`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
+from dlab.collectives.recorded import ALGORITHM
 from dlab.kvstore.optimizers import Recipe, ServerOptimizer
 from dlab.kvstore.placement import Interval, Key
 from dlab.memory.backoff import Backoff, Peers
@@ -69,7 +71,7 @@ class LockedStore:
 
         The intervals `left_out`, for which there is no gradient, stay as they are; Adam still counts the step.
         """
-        rate = self._updater.rate if pieces[0].is_cpu else None
+        start, rate = time.time(), self._updater.rate if pieces[0].is_cpu else None
         with self._page.lock:
             old, new = self._versions.newest, self._versions.next()
             if rate is not None:
@@ -89,6 +91,7 @@ class LockedStore:
             self._versions.turn_to(new)
             self._staleness = self._page.version - self._seen
             self._page.count_update()
+        self._transport.note_collective("push", ALGORITHM, self._stored.nbytes, start)
 
     def _cut(self, number: int, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return a version cut into pieces of these sizes, which never change for a worker."""
@@ -98,9 +101,11 @@ class LockedStore:
 
     def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
         """Return the newest weights, read-only and valid until the next call; for a GPU, copy them to `own`."""
+        start = time.time()
         with self._page.lock:
             found = self._versions[self._versions.lend(self._transport.rank)]
             self._seen = self._page.version
+        self._transport.note_collective("pull", ALGORITHM, found.nbytes, start)
         return found if own.is_cpu else own.copy_(found)
 
     def staleness(self, key: Key) -> list[int]:

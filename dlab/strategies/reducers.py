@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from dlab.collectives import ring_allreduce
 from dlab.collectives.buckets import Buckets
 from dlab.collectives.ops import COMBINE
+from dlab.collectives.recorded import ALGORITHM
 from dlab.collectives.ring import collect_chunks, pass_chunks
 from dlab.collectives.shared_allreduce import SharedAllReduce
+from dlab.memory.counters import Counters
 from dlab.transports import Transport, share_memory
 
 Pieces = Sequence[tuple[int, int]]  # begin and end, in the order in which the backward pass fills them
@@ -128,11 +131,11 @@ class SharedReducer(Reducer):
 
     def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
         """Allocate the flat gradient in memory that all ranks can read."""
-        memory = share_memory(self.transport, 16 * self.transport.size * max(1, parameters))
-        assert memory is not None
         # a reader can be at most one round behind, so even and odd rounds have separate places
-        self._rounds = torch.frombuffer(memory, dtype=torch.int64).view(2, self.transport.size, -1)
-        self._round = 1
+        ranks, self._parameters, self._round = self.transport.size, max(1, parameters), 1
+        memory = share_memory(self.transport, Counters.room(ranks, 2 * self._parameters))
+        assert memory is not None
+        self._rounds = Counters(memory, ranks, 2 * self._parameters)
         self._whole = self._shared.empty((count,), dtype)
         return self._whole
 
@@ -144,23 +147,40 @@ class SharedReducer(Reducer):
         """Make a bucket of each piece, and share the counters that tell the other ranks that it is filled."""
         super().cut(flat, weights, pieces, spread)
         self._buckets = Buckets(self._shared, flat, pieces, "mean", spread)
+        self._began, self._spent = 0.0, 0.0
 
     def skip(self, parameters: Sequence[int]) -> None:
         """Mark parameters that this rank has not used in this round."""
         self._skipped = parameters
-        self._rounds[self._round % 2, self.transport.rank, list(parameters)] = self._round
+        for parameter in parameters:
+            self._rounds.announce(self.transport.rank, self._round, self._place(parameter))
 
     def ready(self, piece: int) -> None:
         """Mark a piece as filled, and reduce this rank's part of all pieces that are complete on all ranks."""
+        start = time.time()
         self._buckets.ready(piece)
+        self._began, self._spent = self._began or start, self._spent + time.time() - start
 
     def finish(self) -> list[int]:
         """Reduce the remaining buckets, and return the parameters that no rank has used."""
+        start = time.time()
         self._buckets.finish()
+        self._tell(time.time() - start)
         skipped, self._skipped = self._skipped, ()
-        found = [each for each in skipped if (self._rounds[self._round % 2, :, each] == self._round).all()]
+        found = [each for each in skipped if not self._rounds.behind(self._round, self._place(each))]
         self._round += 1
         return found
+
+    def _place(self, parameter: int) -> int:
+        return self._round % 2 * self._parameters + parameter
+
+    def _tell(self, seconds: float) -> None:
+        """Report all buckets of a step as one collective, with the seconds that this rank spent in it."""
+        if self.transport.size > 1:
+            told = {"seconds": self._spent + seconds, "buckets": len(self.pieces)}
+            name, nbytes = "all-reduce" if self.spread else "reduce-scatter", self.flat.nbytes
+            self.transport.note_collective(name, ALGORITHM, nbytes, self._began, **told)
+        self._began = self._spent = 0.0
 
     def publish(self) -> None:
         """Wait until all ranks have updated their weights, before any reads them or writes gradients."""

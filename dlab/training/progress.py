@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dlab import models, strategies
+from dlab.kinds import LOG
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.parent.run import Run
 from dlab.processes.worker.context import rank, world_size
@@ -117,7 +118,7 @@ def show_progress(run: Run, steps: int, console: object) -> None:
             done = run.done
             fresh, place = run.since(place)
             events = (event for records in fresh for event in records.events)
-            latest = {event.rank: event.data for event in events if event.kind == "log"}
+            latest = {event.rank: event.data for event in events if event.kind == LOG}
             for number, data in latest.items():
                 loss = f"loss {data['loss']:.3f}" if "loss" in data else ""  # the loss may be on another rank
                 progress.update(lines[number], completed=data["step"] + 1, loss=loss)

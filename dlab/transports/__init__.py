@@ -2,13 +2,14 @@
 
 from dlab.transports.base import Group, Transport
 from dlab.transports.distributed import TorchTransport
-from dlab.transports.recorder import Recorder
+from dlab.transports.recorder import Emit, Recorder
 from dlab.transports.shared import SharedTransport, connect, share_memory
 from dlab.transports.store import StoreTransport
 from dlab.transports.threads import Deadlock
 
 __all__ = [
     "Deadlock",
+    "Emit",
     "Group",
     "Recorder",
     "SharedTransport",

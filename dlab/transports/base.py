@@ -77,6 +77,13 @@ class Transport(ABC):
     def note(self, source: int, destination: int, nbytes: int, start: float) -> None:  # noqa: B027  (the same)
         """Tell of a message that has gone by another way than this transport, since `start` of `time.time`."""
 
+    def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:  # noqa: B027
+        """Tell of a collective in which this rank took part without messages, since `start` of `time.time`."""
+
+    def within(self, members: Sequence[int], axis: str) -> Transport:
+        """The same transport for what is sent within a group; a recorder then names the group."""
+        return self
+
     def check(self, tensor: torch.Tensor, peer: int) -> None:
         """Refuse what cannot be sent, with a sentence."""
         if not isinstance(peer, int) or not 0 <= peer < self.size:
@@ -90,18 +97,29 @@ class Transport(ABC):
 
 
 class Group(Transport):
-    """Some of the ranks, numbered anew from 0 in the order given: `Group(transport, [1, 3])` on ranks 1 and 3."""
+    """Some of the ranks, numbered anew from 0 in the order given: `Group(transport, [1, 3])` on ranks 1 and 3.
 
-    def __init__(self, transport: Transport, members: Sequence[int]) -> None:
+    A group within a group is one of the transport beneath both. With `axis`, the name of the line of a mesh that it is,
+    recorded messages say in which group they went; without, as in the parts of an algorithm, they do not.
+    """
+
+    _members: list[int]
+    _transport: Transport
+
+    def __init__(self, transport: Transport, members: Sequence[int], axis: str = "") -> None:
         if transport.rank not in members:
             raise ValueError(f"rank {transport.rank} is not in the group {list(members)}: only members may take part")
-        self._transport, self._members = transport, list(members)
+        self.axis = axis
+        if isinstance(transport, Group):
+            members, transport = [transport._members[member] for member in members], transport._transport
+        self._members = list(members)
+        self._transport = transport.within([transport.members[each] for each in members], axis) if axis else transport
         self.rank, self.size = self._members.index(transport.rank), len(self._members)
         self.processes = transport.processes
 
     @property
     def members(self) -> Sequence[int]:
-        """Also of a group within a group."""
+        """The ranks of the world, in the order of this group."""
         world = self._transport.members
         return [world[member] for member in self._members]
 
@@ -119,6 +137,10 @@ class Group(Transport):
     def note(self, source: int, destination: int, nbytes: int, start: float) -> None:
         """Passed on, with the members' own ranks."""
         self._transport.note(self._members[source], self._members[destination], nbytes, start)
+
+    def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
+        """Passed on to the transport beneath, which knows of the group."""
+        self._transport.note_collective(name, algorithm, nbytes, start, **details)
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -3,51 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from dlab.kinds import COLLECTIVE, MESSAGE, CollectiveData, MessageData, MessageDetails, Within
 from dlab.transports.base import TensorAndRank, Transport
 
 READ = 1 << 12  # numbers; of more, the smallest and the largest are not told: to look for them would take too long
 
+Emit = Callable[[str, Mapping[str, Any]], object]
+
+
+class Labels:
+    """Which part of which collective the next messages belong to."""
+
+    def __init__(self) -> None:
+        self.phase, self.step, self.round = "", 0, 0
+        self._seen = set[tuple[str, int]]()  # in this round
+
+    def put(self, phase: str, step: int) -> None:
+        """Begin a step; when a label comes again, a new round has begun."""
+        self.phase, self.step = phase, step
+        if (phase, step) in self._seen:
+            self.round += 1
+            self._seen.clear()
+        self._seen.add((phase, step))
+
 
 class Recorder(Transport):
-    """Emits an event of kind `message` per message sent: source, destination, bytes, start, end, phase, step
-    and round, the number of the collective; and of what is in it, as far as that is known: how many numbers (`count`),
-    which part of a longer tensor they are (from `begin` on, `of` so many), the smallest (`low`) and the largest
-    (`high`).
+    """Emits an event of kind `message` per message sent, with the fields that `dlab.kinds.MessageData` describes.
 
-    Each message is told once, by its sender. `emit(kind, data)` is where the events go.
+    Each message is told once, by its sender. `emit(kind, data)` is where the events go. Groups of the same transport
+    tell of theirs with a name (`within`); their rounds are counted in common.
     """
 
-    def __init__(self, transport: Transport, emit: Callable[[str, dict[str, Any]], object]) -> None:
+    def __init__(
+        self, transport: Transport, emit: Emit, group: Within | None = None, labels: Labels | None = None
+    ) -> None:
         self.rank, self.size, self.peers = transport.rank, transport.size, transport.peers
         self.processes = transport.processes
         self._transport, self._emit = transport, emit
-        self._phase, self._step = "", 0
-        self._round, self._labels = 0, set[tuple[str, int]]()
+        self._group: Within = group or {}
+        self._labels = labels or Labels()
 
     @property
     def members(self) -> Sequence[int]:
         """Those of the transport that it records."""
         return self._transport.members
 
+    def within(self, members: Sequence[int], axis: str) -> Recorder:
+        """For a group of these ranks: every message that goes through it says so."""
+        return Recorder(self._transport, self._emit, {"group": list(members), "axis": axis}, self._labels)
+
     def label(self, phase: str, step: int) -> None:
         """The next messages belong to this step of this phase; when a label comes again, a new round has begun.
 
         All ranks label all steps, also those in which they send nothing, so they agree on the number of the round.
         """
-        self._phase, self._step = phase, step
-        if (phase, step) in self._labels:
-            self._round += 1
-            self._labels.clear()
-        self._labels.add((phase, step))
+        self._labels.put(phase, step)
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """Move both, and tell of what went out; of what came in its sender tells."""
-        content = {} if outgoing is None else describe_content(outgoing[0])  # as it is sent; it may change afterwards
+        content = None if outgoing is None else describe_content(outgoing[0])  # as it is sent; it may change afterwards
         start = time.time()
         self._transport.move(outgoing, incoming)
         if outgoing is not None:
@@ -59,29 +78,46 @@ class Recorder(Transport):
         self._transport.barrier()
 
     def note(
-        self, source: int, destination: int, nbytes: int, start: float, content: dict[str, Any] | None = None
+        self, source: int, destination: int, nbytes: int, start: float, content: MessageDetails | None = None
     ) -> None:
         """Tell of a message that has just arrived; for those that go by other ways than this transport."""
-        message = {
+        message: MessageData = {
             "source": source,
             "destination": destination,
             "bytes": nbytes,
             "start": start,
             "end": time.time(),
-            "phase": self._phase,
-            "step": self._step,
-            "round": self._round,
+            "phase": self._labels.phase,
+            "step": self._labels.step,
+            "round": self._labels.round,
+            **self._group,
             **(content or {}),
         }
-        self._emit("message", message)
+        self._emit(MESSAGE, message)
+
+    def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
+        """Tell of a collective that has just ended and sent no messages, for instance through shared memory."""
+        end = time.time()
+        told: CollectiveData = {
+            "name": name,
+            "algorithm": algorithm,
+            "count": 1,
+            "bytes": nbytes,
+            "seconds": end - start,
+            "start": start,
+            "end": end,
+            **self._group,
+            **details,  # type: ignore[typeddict-item]
+        }
+        self._emit(COLLECTIVE, told)
 
 
-def describe_content(tensor: torch.Tensor) -> dict[str, Any]:
+def describe_content(tensor: torch.Tensor) -> MessageDetails:
     """Which part of its storage a tensor is, and the range of its numbers, unless it is long or on a GPU."""
     count, of = tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size()
-    content: dict[str, Any] = {"count": count}
+    content: MessageDetails = {"count": count}
     if count < of:
-        content |= {"begin": tensor.storage_offset(), "of": of}
+        content |= {"begin": int(tensor.storage_offset()), "of": of}
     if 0 < count <= READ and tensor.device.type == "cpu" and not tensor.is_complex() and tensor.dtype != torch.bool:
         low, high = tensor.detach().aminmax()
         content |= {"low": low.item(), "high": high.item()}

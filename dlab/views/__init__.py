@@ -8,6 +8,7 @@ from dlab.views.source import show_source
 from dlab.views.staleness import Staleness
 from dlab.views.throughput import Throughput
 from dlab.views.timeline import Timeline
+from dlab.views.vocabulary import event_kinds
 
 __all__ = [
     "GradientFlow",
@@ -17,6 +18,7 @@ __all__ = [
     "Staleness",
     "Throughput",
     "Timeline",
+    "event_kinds",
     "shard_events",
     "show_source",
 ]

@@ -96,6 +96,11 @@ class View(ABC):
         """Return the content of the picture as text for a terminal."""
 
     @property
+    def remark(self) -> str:
+        """A sentence that stands above the picture; may be empty."""
+        return ""
+
+    @property
     def missing(self) -> str:
         """Say how many events were left out and why: `3 events left out: their loss is not a number`; may be empty."""
         return "; ".join(
@@ -118,7 +123,7 @@ class View(ABC):
     @property
     def parts(self) -> list[PagePart]:
         """The pictures of a page; a single view has one."""
-        title = ": ".join(filter(None, [self.title, self.missing]))
+        title = ": ".join(filter(None, [self.title, self.remark, self.missing]))
         return [PagePart(self.script, title, self.alt, self.data())]
 
     def save_html(self, path: str | Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlab.events import Event, Records
+from dlab.kinds import LOG
 from dlab.views.usable import LARGEST, LIMITS, WHOLE, Unusable, number, reason, text, usable, usable_data, whole_number
 
 NAMES = tuple(LIMITS)  # the logged values that a view draws
@@ -49,7 +50,7 @@ class Arrivals:
                 continue
             if not self._firsts:
                 self._firsts.append(event.time)
-            if event.kind == "log":
+            if event.kind == LOG:
                 self._log(event.rank, [event.time], [event.data])
             else:
                 self.others.append(event)
@@ -60,7 +61,7 @@ class Arrivals:
         self._firsts += [moment for _, moment, _ in islice(told, 1)]
         times, logged = [], []
         for (_, moment, kind), data in told.items():
-            if kind == "log":
+            if kind == LOG:
                 times.append(moment)
                 logged.append(data)
                 continue

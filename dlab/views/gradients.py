@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dlab.events import Event
+from dlab.kinds import GRADIENT, GRADIENTS
 from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.usable import LARGEST
@@ -51,7 +52,7 @@ class GradientFlow(View):
     """
 
     script, title = "gradients", "Gradient flow"
-    reads = ("gradients", "gradient")
+    reads = (GRADIENTS, GRADIENT)
 
     def __init__(self, events: Iterable[Event] = (), layer: str | None = None, step: int | None = None) -> None:
         self.layers: list[str] = []  # in the order of the model
@@ -77,14 +78,14 @@ class GradientFlow(View):
             self._begun = arrived.first
         for event in arrived.others:
             moment, data = event.time - self._begun, event.data
-            if event.kind in ("gradients", "gradient"):
+            if event.kind in (GRADIENTS, GRADIENT):
                 self._blocks.pop(data["step"], None)
-            if event.kind == "gradients":
+            if event.kind == GRADIENTS:
                 self.layers += [layer for layer in data["norms"] if layer not in self.layers]
                 self.norms.setdefault(data["step"], {})[event.rank] = data["norms"]
                 self._told[data["step"], event.rank] = max(0.0, moment)
                 self._latest[event.rank] = (data["step"], data["norms"])
-            elif event.kind == "gradient" and data["stage"] in STAGES:
+            elif event.kind == GRADIENT and data["stage"] in STAGES:
                 moments = self._moments.setdefault((data["step"], data["layer"]), {})
                 moments.setdefault(event.rank, {})[data["stage"]] = moment
                 if data["stage"] == "computed":

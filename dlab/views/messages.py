@@ -17,9 +17,11 @@ from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Patch
 from matplotlib.path import Path
 
 from dlab.events import Event
+from dlab.kinds import COLLECTIVE, MESSAGE, STATE, MessageData
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 from dlab.views.steps import Step, Steps, TitledStep, find_chunks
+from dlab.views.totals import CollectiveTotals, write_size
 
 _SHOWN = 24  # steps in a strip and in the terminal; a longer run says how many more there are
 _SENT, _MOST = 200, 3000  # numbers of latest steps and messages that go to the browser
@@ -56,7 +58,7 @@ class Messages(View):
     """
 
     script, title = "messages", "Messages"
-    reads = ("message", "state")
+    reads = (MESSAGE, COLLECTIVE, STATE)
 
     def __init__(self, events: Iterable[Event] = (), cost: Formula | None = None) -> None:
         self.cost = cost
@@ -64,17 +66,19 @@ class Messages(View):
         self.bytes_per_rank: list[int] = []
         self._links = Counter[tuple[int, int]]()  # bytes by (source, destination)
         self._names: dict[int, str] = {}  # names of servers, from their states
-        self._steps = Steps()
+        self._steps, self._collectives = Steps(), CollectiveTotals()
         super().__init__(events)
 
     def add(self, events: Iterable[Event] | Arrivals) -> None:
         """Add more events, each rank's own in order; costs a few microseconds per message."""
         for event in self.take(events).others:
-            if event.kind == "state" and "name" in event.data:
+            if event.kind == STATE and "name" in event.data:
                 self._names[event.rank] = event.data["name"]
-            if event.kind != "message":
+            if event.kind == COLLECTIVE:
+                self._collectives.add(event.rank, event.data)  # type: ignore[arg-type]
+            if event.kind != MESSAGE:
                 continue
-            message = event.data
+            message: MessageData = event.data  # type: ignore[assignment]
             source, destination = message["source"], message["destination"]
             self.bytes_per_rank += [0] * (1 + max(source, destination) - len(self.bytes_per_rank))
             self.bytes_per_rank[source] += message["bytes"]
@@ -86,6 +90,11 @@ class Messages(View):
     def empty(self) -> bool:
         """Whether no message was recorded."""
         return not self.messages
+
+    @property
+    def remark(self) -> str:
+        """What went without messages, `all-reduce (shared memory): 50 times, 25.6 MiB, 12 ms on each rank`."""
+        return "; ".join(self._collectives.lines())
 
     @property
     def steps(self) -> list[tuple[str, int]]:
@@ -103,6 +112,10 @@ class Messages(View):
             _draw(figure.add_axes((0, 0, 1, 1)), titled, nodes, _reach([titled], len(nodes)), size=11)
             return figure
         shown = self._steps.first(_SHOWN)
+        if not shown and self.remark:
+            figure = Figure(figsize=(7, 0.4 + 0.2 * len(self._collectives.lines())), facecolor="white")
+            figure.text(0.03, 0.5, self.text(), va="center", fontsize=9, color=_INK)
+            return figure
         rows = max(ceil(len(shown) / _COLUMNS), 1)
         columns = max(ceil(len(shown) / rows), 1)
         above, below = _ABOVE * (len(self._steps) > _SHOWN), _BELOW * bool(self.cost and shown)
@@ -168,14 +181,15 @@ class Messages(View):
     def sentence(self) -> str:
         """Describe the strip in one sentence."""
         if self.empty:
-            return "Messages: none were recorded."
+            return " ".join(filter(None, ["Messages: none were recorded.", self.remark and f"{self.remark}."]))
         steps = " ".join(
             f"{titled.title.capitalize()}: {self._words(titled.step, ', ')}." for titled in self._steps.first(_SHOWN)
         )
         summary = self._summary().replace("\n", "; ")
         ranks, servers = self._by_role(self.bytes_per_rank)
         who = " and ".join([f"Ranks 0 to {len(ranks) - 1}" if len(ranks) > 1 else "Rank 0", *servers])
-        return f"{who} on a circle, an arrow per message. {steps} {summary}."
+        more = f" Without messages, {self.remark}." if self.remark else ""
+        return f"{who} on a circle, an arrow per message. {steps} {summary}.{more}"
 
     def _summary(self) -> str:
         """Return what was recorded, and below it what the formula says."""
@@ -191,9 +205,9 @@ class Messages(View):
     def _totals(self, messages: int, steps: int, bytes_per_rank: list[int]) -> str:
         """Write the totals, as in `24 messages in 6 steps, each rank sends 36 B, server 0 sends 144 B`."""
         ranks, servers = self._by_role(bytes_per_rank)
-        least, most = _size(min(ranks)), _size(max(ranks))
+        least, most = write_size(min(ranks)), write_size(max(ranks))
         sent = [f"each rank sends {most}" if least == most else f"a rank sends {least} to {most}"]
-        sent += [f"{name} sends {_size(count)}" for name, count in servers.items()]
+        sent += [f"{name} sends {write_size(count)}" for name, count in servers.items()]
         return f"{messages} messages in {steps} steps, {', '.join(sent)}"
 
     def _by_role(self, bytes_per_rank: list[int]) -> tuple[list[int], dict[str, int]]:
@@ -207,21 +221,23 @@ class Messages(View):
         ends = [(message["source"], message["destination"]) for message in messages]
         to, comma = (" → ", ", ") if self._names.keys() & {rank for pair in ends for rank in pair} else ("→", " ")
         arrows = [to.join(map(self._name, pair)) for pair in ends]
-        sizes = [_size(message["bytes"]) for message in messages]
+        sizes = [write_size(message["bytes"]) for message in messages]
+        within = f"{gap}{step.groups}" if step.groups else ""
         if len({message["bytes"] for message in messages}) == 1:
-            return f"{comma.join(arrows)}{gap}{sizes[0]}" + (" each" if len(arrows) > 1 else "")
-        return comma.join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True))
+            return f"{comma.join(arrows)}{gap}{sizes[0]}" + (" each" if len(arrows) > 1 else "") + within
+        return comma.join(f"{arrow} ({size})" for arrow, size in zip(arrows, sizes, strict=True)) + within
 
     def text(self) -> str:
         """Return the steps as text for a terminal."""
+        collectives = [f"without messages: {line}" for line in self._collectives.lines()]
         if self.empty:
-            return "no messages were recorded"
+            return "\n".join(["no messages were recorded", *collectives])
         shown = [titled.step for titled in self._steps.first(_SHOWN)]
         names = [step.name for step in shown]
         width = max(map(len, names))
         lines = [f"{name:<{width}}   {self._words(step, '   ')}" for name, step in zip(names, shown, strict=True)]
         more = [f"… {len(self._steps) - _SHOWN} more steps"] if len(self._steps) > _SHOWN else []
-        return "\n".join([*lines, *more, self._summary()])
+        return "\n".join([*lines, *more, self._summary(), *collectives])
 
 
 def _draw(axes: Axes, titled: TitledStep, nodes: list[str], reach: float, size: float) -> None:
@@ -260,10 +276,10 @@ def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
     ends = [{message[end] for message in messages} for end in ("source", "destination")]
     fan = min(map(len, ends)) < len(messages)
     if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
-        return [(0, -1.38, f"{_size(messages[0]['bytes'])} each")]
+        return [(0, -1.38, f"{write_size(messages[0]['bytes'])} each")]
     labels = []
     for message, chunk in zip(messages, _chunk_names(step, ranks), strict=True):
-        source, destination, words = message["source"], message["destination"], chunk + _size(message["bytes"])
+        source, destination, words = message["source"], message["destination"], chunk + write_size(message["bytes"])
         bend = _bend(destination - source, ranks)
         labels.append((*_beside(places[source], places[destination], bend, words), words))
     return labels
@@ -292,12 +308,6 @@ def _node(name: str, place: tuple[float, float], colour: str) -> Patch:
         return Circle(place, _NODE, color=colour)
     corner = (place[0] - _NODE, place[1] - _NODE)
     return FancyBboxPatch(corner, 2 * _NODE, 2 * _NODE, "round,pad=0,rounding_size=0.08", color=colour)
-
-
-def _size(count: int) -> str:
-    """`16 B`, `1.5 KiB`, `20 MiB`."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 3)
-    return f"{round(count / 1024**power, 1):g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _bend(hop: int, ranks: int) -> float:

@@ -18,6 +18,7 @@ import ipywidgets as widgets
 from IPython.display import DisplayHandle
 
 from dlab.events import Event, Records
+from dlab.kinds import KNOB
 from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.controls import RaceControls, RunControls, close_all
@@ -94,7 +95,7 @@ class Panel:
     @property
     def shown(self) -> list[View]:
         """The views that have something to show or to say."""
-        return [view for view in self.views if not view.empty or view.left_out]
+        return [view for view in self.views if not view.empty or view.remark or view.left_out]
 
     @property
     def parts(self) -> list[PagePart]:
@@ -151,7 +152,7 @@ class RacePanel(Panel):
 
 def _declared(arrived: Arrivals) -> list[tuple[str, Any]]:
     """Return the declared knobs with their defaults."""
-    told = [event.data for event in arrived.others if event.kind == "knob"]
+    told = [event.data for event in arrived.others if event.kind == KNOB]
     return [(data["name"], data["default"]) for data in told if "name" in data and "default" in data]
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from dlab.events import Event
+from dlab.kinds import HANG, STATE
 from dlab.views.base import View
 from dlab.views.columns import Arrivals
 from dlab.views.timeline import Timeline
@@ -43,7 +44,7 @@ class Ranks(View):
     """
 
     script, title, awaited = "ranks", "Workers", True
-    reads = ("state", "hang")
+    reads = (STATE, HANG)
 
     def __init__(self, events: Iterable[Event] = (), timeline: Timeline | None = None) -> None:
         self._states: dict[int, dict[str, Any]] = {}
@@ -59,9 +60,9 @@ class Ranks(View):
         arrived = self.take(events)
         if not self._shares_it:
             self._timeline.add(arrived)
-        self._states.update({event.rank: event.data for event in arrived.others if event.kind == "state"})
+        self._states.update({event.rank: event.data for event in arrived.others if event.kind == STATE})
         for event in arrived.others:
-            if event.kind == "hang":
+            if event.kind == HANG:
                 self._hangs = {row["rank"]: row["words"] for row in event.data["ranks"]}
                 self._why = event.data["why"]
         for rank, logged in arrived.logged.items():

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from dlab.events import Event
+from dlab.kinds import SHARD, SLICE, ShardData
 from dlab.views.base import COLOURS, View
 from dlab.views.columns import Arrivals
 
@@ -85,7 +86,7 @@ class ShardView(View):
     """
 
     script, title = "shards", "Who holds what"
-    reads = ("shard", "slice")
+    reads = (SHARD, SLICE)
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.shards: dict[str, dict[int, HeldSamples]] = {}  # by name of the data set and rank
@@ -100,13 +101,13 @@ class ShardView(View):
         if self._begun is None:
             self._begun = arrived.first
         for event in arrived.others:
-            if event.kind == "shard":
+            if event.kind == SHARD:
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 histogram = list(data.get("histogram") or [])
                 labels = list(data.get("labels") or range(len(histogram)))
                 shard = HeldSamples(moment, data["samples"], histogram, labels)
                 self.shards.setdefault(data.get("name", "data"), {})[event.rank] = shard
-            elif event.kind == "slice":
+            elif event.kind == SLICE:
                 data, moment = event.data, max(0.0, event.time - self._begun)
                 name, shape = data["tensor"], tuple(data["shape"])
                 if name not in self.tensors or self.tensors[name].shape != shape:
@@ -197,10 +198,10 @@ def shard_events(partitioner: DataPartitioner, name: str = "train") -> list[Even
     """Return the events that show how a `DataPartitioner` has split its data: one of kind `shard` per rank."""
     now, events = time.time(), []
     for row in partitioner.table().rows:
-        data = {"name": name, "samples": row.count}
+        data: ShardData = {"name": name, "samples": row.count}
         if row.histogram is not None:
             data |= {"histogram": list(row.histogram.values()), "labels": list(row.histogram)}
-        events.append(Event(now, row.rank, "shard", data))
+        events.append(Event(now, row.rank, SHARD, dict(data)))
     return events
 
 

@@ -6,11 +6,14 @@ Ranks run ahead of each other, so the order in which messages were recorded is n
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Message = dict[str, Any]  # source, destination, bytes, start, end, phase, step, …, as a recorder tells them
+from dlab.kinds import MessageData
+from dlab.views.totals import name_group
+
+_GROUPS = 4  # that are listed
 _COLUMNS = ("source", "destination", "bytes", "start", "end", "begin", "count", "of", "low", "high")
 
 
@@ -20,7 +23,7 @@ class Step:
     def __init__(self, phase: str, number: int) -> None:
         self.phase, self.number = phase, number
         self.began = 0.0  # when the last of its messages began
-        self._messages: list[Message] = []
+        self._messages: list[MessageData] = []
         self._table = np.empty((0, len(_COLUMNS)))
 
     @property
@@ -28,7 +31,7 @@ class Step:
         """Its name in the algorithm, such as `reduce-scatter 0`; without a label only its number."""
         return f"{self.phase} {self.number}".strip()
 
-    def add(self, message: Message) -> None:
+    def add(self, message: MessageData) -> None:
         """Add a message; the order of the ranks does not matter."""
         self._messages.append(message)
         self.began = max(self.began, message["start"])
@@ -37,9 +40,20 @@ class Step:
         return len(self._messages)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[MessageData]:
         """The messages sorted by source, those of one rank in their order."""
         return sorted(self._messages, key=lambda message: message["source"])
+
+    @property
+    def axes(self) -> str:
+        """`tp`, the axis of the mesh along which they went; nothing if they went between all ranks."""
+        return " and ".join(dict.fromkeys(filter(None, map(name_group, self.messages))))
+
+    @property
+    def groups(self) -> str:
+        """`within tp [0, 1] [2, 3]`: also the ranks of each group; of many groups only the first ones."""
+        found = list(dict.fromkeys(str(message["group"]) for message in self.messages if "group" in message))
+        return " ".join(["within", self.axes, *found[:_GROUPS], *["…"] * (len(found) > _GROUPS)]) if found else ""
 
     @property
     def table(self) -> np.ndarray:
@@ -75,7 +89,7 @@ class Steps:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, message: Message) -> None:
+    def add(self, message: MessageData) -> None:
         """Add a message; the messages of one rank must come in order."""
         if message["phase"] and "round" in message:
             self._step(message["round"], message["phase"], message["step"]).add(message)
@@ -128,6 +142,7 @@ class Steps:
         for number in rounds:
             for step in _in_order(self._rounds[number]):
                 name = step.name if step.phase else f"step {number + 1} of {self._unlabelled}"
+                name += f" within {step.axes}" if step.axes else ""
                 title = f"round {number + 1}, {name}" if step.phase and len(self._rounds) > 1 else name
                 found.append(TitledStep(title, colours.index(step.phase), number, step))
         return found

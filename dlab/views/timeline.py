@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlab.events import Event
+from dlab.kinds import MESSAGE, STATE
 from dlab.views.base import View
 from dlab.views.columns import Arrivals, Column
 from dlab.views.lanes import DOTTED, HATCHED, LOOK, Lane, LaneState
@@ -44,7 +45,7 @@ class Timeline(View):
     """
 
     script, title, awaited = "timeline", "Timeline", True
-    reads = ("compute", "wait", "delay", "message", "state")
+    reads = ("compute", "wait", "delay", MESSAGE, STATE)
 
     def __init__(self, events: Iterable[Event] = (), seconds: float | None = None) -> None:
         if seconds is not None and not seconds > 0:
@@ -67,10 +68,10 @@ class Timeline(View):
                 self._lane(rank).add_steps(steps, self._begun)
         sent: dict[int, list[tuple[float, float, int]]] = {}
         for time, rank, kind, data in arrived.others:
-            if kind == "message":
+            if kind == MESSAGE:
                 start, end = data["start"] - self._begun, data["end"] - self._begun
                 sent.setdefault(data["source"], []).append((start, end, data["destination"]))
-            elif kind == "state":
+            elif kind == STATE:
                 moment = max(0.0, time - self._begun)
                 self._told = max(self._told, moment)
                 if "name" in data:

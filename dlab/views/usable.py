@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dlab.events import Event
+from dlab.kinds import KINDS, LOG, MESSAGE, SLICE
 
 RANKS = 1 << 16  # higher ranks are not drawn
 ROUNDS = 1 << 20  # maximal number of rounds of collectives
@@ -83,7 +84,7 @@ def usable(event: Event) -> Event:
 def usable_data(kind: str, data: Data) -> Data:
     """Return the usable part of the data of an event of this kind; the same object if all of it is usable."""
     changed: Data = {}
-    for field, (read, noun, needed) in _FIELDS.get(kind, {}).items():
+    for (field, noun, _, needed), read in _FIELDS.get(kind, ()):
         value = data.get(field)
         if value is None and not needed:
             if field in data:
@@ -96,9 +97,9 @@ def usable_data(kind: str, data: Data) -> Data:
             changed[field] = found
     if changed:
         data = {**data, **changed}
-    if kind == "message" and data["source"] == data["destination"]:
+    if kind == MESSAGE and data["source"] == data["destination"]:
         raise Unusable(kind, "destination", "other rank")
-    if kind == "slice" and not _lies_in(data["slice"], data["shape"]):
+    if kind == SLICE and not _lies_in(data["slice"], data["shape"]):
         raise Unusable(kind, "slice", "part of the shape")
     return data
 
@@ -171,43 +172,28 @@ def _lies_in(spans: list[tuple[int, int]], shape: list[int]) -> bool:
     return len(spans) == len(shape) and all(stop <= size for (_, stop), size in zip(spans, shape, strict=True))
 
 
-_Field = tuple[Callable[[Any], Any], str, bool]  # how it is read, what it must be, and whether it must be there
-_FIELDS: dict[str, dict[str, _Field]] = {
-    "state": {
-        "state": (text, "text", True),
-        "why": (_sentence, "text", False),
-        "name": (text, "text", False),
-    },
-    "hang": {"ranks": (_list_of(_waiting), "list of ranks", True), "why": (_sentence, "text", True)},
-    "message": {
-        "source": (_rank, "rank", True),
-        "destination": (_rank, "rank", True),
-        "bytes": (_count, "count", True),
-        "start": (_moment, "number of seconds", True),
-        "end": (_moment, "number of seconds", True),
-        "phase": (text, "text", True),
-        "step": (_step, "whole number", True),
-        "round": (_round, "whole number from 0 on", False),
-        **dict.fromkeys(("begin", "count", "of"), (_count, "count", False)),
-        **dict.fromkeys(("low", "high"), (_finite, "number", False)),
-    },
-    "gradients": {"step": (_step, "whole number", True), "norms": (_norms, "numbers by layer", True)},
-    "gradient": {
-        "step": (_step, "whole number", True),
-        "layer": (text, "text", True),
-        "stage": (text, "text", True),
-    },
-    "shard": {
-        "samples": (_count, "count", True),
-        "histogram": (_list_of(_count), "list of counts", False),
-        "labels": (_list_of(_label), "list of labels", False),
-        "name": (text, "text", False),
-    },
-    "slice": {
-        "tensor": (text, "text", True),
-        "shape": (_list_of(_count), "list of sizes", True),
-        "slice": (_list_of(_span), "list of starts and stops", True),
-    },
+# how each thing that a field can be is read; knobs, which are no numbers of a picture, are taken as they are
+_READ: dict[str, Callable[[Any], Any]] = {
+    "text": text,
+    "sentence": _sentence,
+    "rank": _rank,
+    "list of ranks": _list_of(_rank),
+    "list of waiting ranks": _list_of(_waiting),
+    "count": _count,
+    "list of counts": _list_of(_count),
+    "list of sizes": _list_of(_count),
+    "list of labels": _list_of(_label),
+    "list of starts and stops": _list_of(_span),
+    "numbers by layer": _norms,
+    "number": _finite,
+    "whole number": _step,
+    "whole number from 0 on": _round,
+    "number of seconds": _moment,
+}
+_FIELDS = {
+    kind.name: [(field, _READ[field.noun]) for field in kind.fields if field.noun in _READ]
+    for kind in KINDS.values()
+    if kind.name != LOG  # which is read in columns
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dlab.events import Event
+from dlab.kinds import HANG, LOG, HangData, RankWaits
 from dlab.memory.waits import Wait
 from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.errors import name_ranks
@@ -128,7 +129,7 @@ class HangDetector:
         records, _ = self._run._history.since(0)
         for record in reversed([record for record in records if record.rank == rank]):
             for (_, _, kind), data in reversed(record.read().items()):
-                if kind == "log" and "step" in data:
+                if kind == LOG and "step" in data:
                     return f"after step {data['step']}"
         return ""
 
@@ -151,7 +152,7 @@ class HangDetector:
         why = explain_deadlock(places, self._run._ends(places), self._run.ranks)
         told = "\n".join([*waits, why] if why else waits)
         if told != self._told:
-            ranks = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
+            ranks: list[RankWaits] = [{"rank": rank, "words": where.sentence} for rank, where in sorted(places.items())]
             self._note(why or "all wait for each other", ranks, seconds)
         text = f"no rank has made progress for {seconds:.0f} s:\n{told}\n"
         self._run.cell.rewrite(text + "The run goes on: an interrupt or run.stop() ends it", changed=told != self._told)
@@ -172,9 +173,9 @@ class HangDetector:
         elif self._told:
             self._withdraw()
 
-    def _note(self, why: str, ranks: list[dict[str, Any]], seconds: float) -> None:
-        told = {"why": why, "ranks": ranks, "seconds": seconds}
-        self._run.states.append(Event(time.time(), ranks[0]["rank"] if ranks else 0, "hang", told))
+    def _note(self, why: str, ranks: list[RankWaits], seconds: float) -> None:
+        told: HangData = {"why": why, "ranks": ranks, "seconds": seconds}
+        self._run.states.append(Event(time.time(), ranks[0]["rank"] if ranks else 0, HANG, dict(told)))
 
 
 def _seconds_of(pid: int) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlab.events import Event, Records, save_events
+from dlab.kinds import KNOB, STATE, StateData
 from dlab.processes.between.control import Knobs
 from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout, name_ranks
 from dlab.processes.parent.history import EventHistory
@@ -143,7 +144,7 @@ class Run:
 
     def _ends(self, places: Collection[int]) -> dict[int, str]:
         """Return how the other ranks have ended."""
-        last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == "state"}
+        last = {event.rank: event.data["state"] for event in list(self.states) if event.kind == STATE}
         others = {rank: state for rank, state in last.items() if rank < self.ranks and rank not in places}
         return {rank: _ENDS.get(state, "ended") for rank, state in others.items()}
 
@@ -228,8 +229,8 @@ class Run:
         """The knobs that the ranks have asked for so far, with their defaults."""
         records, self._searched = self.since(self._searched)
         for each in records:
-            if b"knob" in each.written:  # otherwise there is no need to read it
-                told = [data for (_, _, kind), data in each.read().items() if kind == "knob"]
+            if KNOB.encode() in each.written:  # otherwise there is no need to read it
+                told = [data for (_, _, kind), data in each.read().items() if kind == KNOB]
                 self._declared.update({data["name"]: data["default"] for data in told})
         return dict(self._declared)
 
@@ -266,17 +267,17 @@ class Run:
     def _note(self, ranks: Iterable[int], state: str, why: str = "") -> None:
         now = time.time()
         for rank in ranks:
-            told = {"state": state, "why": why}
+            told: StateData = {"state": state, "why": why}
             if rank >= self.ranks:
                 told["name"] = name_ranks([rank], self.ranks)
-            self.states.append(Event(now, rank, "state", told))
+            self.states.append(Event(now, rank, STATE, dict(told)))
 
     def save(self, path: str | Path) -> None:
         """Write the events and the states of all ranks, sorted by time, as JSON lines for `dlab.load_events`."""
         save_events(self._told(), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: ranks with their steps and messages."""
+        """Write a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: steps, messages and collectives."""
         save_trace(self._told(), path)
 
     def _told(self) -> list[Event]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from dlab.kinds import COLLECTIVE, KNOB, LOG, KnobData
 from dlab.memory.waits import tell_in
 from dlab.processes.between.control import ControlBlock
 from dlab.processes.between.roles import SharedFile
+from dlab.processes.worker.tally import CollectiveCounter, Tally
 from dlab.transports import Recorder, TorchTransport, connect
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ _servers: Servers | None = None
 _ring_rank = 0
 _device: torch.device | None = None
 _transport: Recorder | None = None
+_tally: Tally | None = None
 _declared: set[str] = set()
 _slept = 0.0  # seconds of delay since the last `log`
 _kept: dict[Callable[[], Any], Any] = {}
@@ -44,8 +47,9 @@ _NAP = 0.05  # a delay that is shortened during the sleep takes effect within th
 
 def enter(control: ControlBlock, rank: int, device: torch.device, servers: Servers | None) -> None:
     """Set up the context of this process; the worker calls it once."""
-    global _control, _ring_rank, _device, _servers
+    global _control, _ring_rank, _device, _servers, _tally
     _control, _ring_rank, _device, _servers = control, rank, device, servers
+    _tally = Tally(control.rings[rank].push)
     tell_in(control.waits[rank])
 
 
@@ -55,6 +59,12 @@ def begin() -> None:
     _declared.clear()
     _kept.clear()
     _transport, _slept = None, 0.0
+
+
+def end() -> None:
+    """Emit what was counted but not yet emitted; the worker calls it after each run."""
+    if _tally is not None:
+        _tally.flush()
 
 
 def once(make: Callable[[], T]) -> T:
@@ -116,7 +126,7 @@ def log(**data: Any) -> None:
     `delay`.
     """
     global _slept
-    emit("log", data | {"delay": _slept} if _slept else data)
+    emit(LOG, data | {"delay": _slept} if _slept else data)
     _slept = 0.0
     if _control is not None and _control.delays[_ring_rank] > 0.0:
         start = time.monotonic()
@@ -125,12 +135,21 @@ def log(**data: Any) -> None:
         _slept = time.monotonic() - start
 
 
-def emit(kind: str, data: dict[str, Any]) -> None:
-    """Write an event of any kind."""
-    if _control is not None:
-        _control.rings[_ring_rank].push(kind, data)
-    elif kind == "log":
-        print("  ".join(f"{key}={value}" for key, value in data.items()))
+def emit(kind: str, data: Mapping[str, Any]) -> None:
+    """Write an event of any kind; collectives are added up first."""
+    if _control is None or _tally is None:
+        if kind == LOG:
+            print("  ".join(f"{key}={value}" for key, value in data.items()))
+    elif kind == COLLECTIVE:
+        _tally.add(data)
+    else:
+        _control.rings[_ring_rank].push(kind, cast("dict[str, Any]", data))
+
+
+def counter(sort: Mapping[str, Any]) -> CollectiveCounter:
+    """Counts collectives of a sort, for whoever does so many of them that an event for each would slow them down."""
+    assert _tally is not None, "only a worker has somebody to tell"
+    return CollectiveCounter(_tally, sort)
 
 
 def knob(name: str, default: Any = None) -> Any:
@@ -142,5 +161,6 @@ def knob(name: str, default: Any = None) -> Any:
         return default
     if name not in _declared:
         _declared.add(name)
-        emit("knob", {"name": name, "default": default})
+        told: KnobData = {"name": name, "default": default}
+        emit(KNOB, told)
     return _control.read().get(name, default)

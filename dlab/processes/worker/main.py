@@ -177,8 +177,11 @@ class Worker:
             answer.send(self.channel)
 
     def _perform(self, message: messages.Received) -> Any:
-        with self.stoppable:
-            return self._call(*message.load(private=True))
+        try:
+            with self.stoppable:
+                return self._call(*message.load(private=True))
+        finally:
+            context.end()
 
     def _call(self, _: None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context.begin()

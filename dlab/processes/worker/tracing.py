@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from dlab.kinds import GRADIENT, GRADIENTS, STAGES, GradientData, GradientsData
 from dlab.processes.worker.context import emit, is_worker
-
-STAGES = ("computed", "bucketed", "sent", "reduced", "applied")
 
 
 @dataclass
@@ -78,7 +77,8 @@ def trace(stage: str, *parameters: torch.Tensor) -> None:
         if path is None or path.reached >= number or path.parameter() is not parameter:
             continue
         path.reached = number
-        emit("gradient", {"step": path.step, "layer": path.layer, "stage": stage})
+        told: GradientData = {"step": path.step, "layer": path.layer, "stage": stage}
+        emit(GRADIENT, told)
         if stage == STAGES[-1]:
             del _paths[id(parameter)]
 
@@ -111,7 +111,8 @@ class _GradientWatch:
     def after_backward(self) -> None:
         if self.step % self.every == 0:
             norms = {layer: hypot(*(norm.item() for norm in self.norms.get(layer, ()))) for layer in self.layers}
-            emit("gradients", {"step": self.step, "norms": norms})
+            told: GradientsData = {"step": self.step, "norms": norms}
+            emit(GRADIENTS, told)
             self.norms.clear()
         self.step += 1
 

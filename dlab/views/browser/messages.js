@@ -8,7 +8,7 @@ views.messages = {
   clock: "own",
   extent: (data) => [0, data.steps.length],
   seconds: (data) => Math.min(60, 1.5 * data.steps.length), // how long a replay takes
-  height: (data, width) => layOut(data, width).height,
+  height: (data, width) => (data.steps.length ? layOut(data, width).height : 60), // none: a sentence
 
   controls(picture, bar) {
     picture.options.bar = bar;
