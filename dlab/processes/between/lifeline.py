@@ -38,7 +38,7 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the system's letter for the main thread's state: R runs, S sleeps, D waits for a device, T is stopped."""
+    """Return the main thread's state as in /proc: R runs, S sleeps, D waits for a device, T is stopped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
