@@ -298,7 +298,7 @@ def test_what_does_not_fit_gets_a_sentence(cluster):
     rows, shape, kind, op = cluster.run(fn, timeout=60)[1]
     assert "a tensor with a row for each of 4 ranks, not 3 × 2" in rows
     assert (
-        "the result is 12 torch.float32 on cpu, and out has room for 3" in shape
+        "the result is 12 torch.float32 on cpu, but out has room for 3" in shape
         and "torch.float64" in kind
         and "no op 'median'" in op
     )

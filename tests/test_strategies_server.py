@@ -213,7 +213,7 @@ def test_with_checkpoints_a_new_server_takes_the_place_of_a_killed_one(tmp_path,
     assert result.identical
     assert difference(result.model, whole.model) == 0
     assert len(result.losses) == len(whole.losses)
-    assert f"a server has died: a new one goes on from step {20 if saved else 0}" in capfd.readouterr().out
+    assert f"a server has died: a new one continues from step {20 if saved else 0}" in capfd.readouterr().out
 
 
 def test_so_it_does_whenever_a_server_dies(tmp_path):

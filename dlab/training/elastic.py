@@ -82,7 +82,7 @@ def restart_with_new_servers(trainer: Trainer) -> None:
     else:
         trainer.start()
     if trainer.transport.rank == 0:
-        print(f"a server has died: a new one goes on from step {trainer.steps}")
+        print(f"a server has died: a new one continues from step {trainer.steps}")
 
 
 def reconnect_survivors(peers: Peers, rank: int) -> tuple[Transport, list[int]]:
