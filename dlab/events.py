@@ -1,6 +1,6 @@
-"""What workers tell: small records that travel through a ring in shared memory and never make a worker wait.
+"""Events of workers: small records that go to the parent through a ring buffer in shared memory.
 
-Taught in `notebooks/00_tour.ipynb`. A worker writes, the parent reads; neither waits for the other.
+The worker writes and the parent reads; neither waits for the other. Taught in `notebooks/00_tour.ipynb`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 from dlab.memory.ring import RecordRing
 
 RING_BYTES = 4 << 20  # per rank; untouched pages cost nothing
-_FORMAT = 2  # of marshal: later ones look for objects that occur twice, which takes half as long again
-_LINES = 1000  # of a file that are read at once
+_FORMAT = 2  # of marshal: later ones look for objects that occur twice, which takes 50 % longer
+_LINES = 1000  # lines of a file that are read at once
 _OPEN, _CLOSE = marshal.dumps({}, _FORMAT)[:1], marshal.dumps({}, _FORMAT)[1:]  # the braces of a dictionary
 
 
 class Event(NamedTuple):
-    """One thing that happened: when (seconds since 1970), on which rank, of what kind, and its data.
+    """An event: its time (seconds since 1970), its rank, its kind, and its data.
 
-    `dlab.kinds` describes the kinds that dlab tells and what is in them; `dlab.views.event_kinds()` shows it.
+    `dlab.kinds` describes the kinds that dlab emits, with their fields; `dlab.views.event_kinds()` shows them.
     """
 
     time: float
@@ -40,11 +40,11 @@ class Event(NamedTuple):
 class EventRing(RecordRing):
     """Events on their way from a worker to its parent.
 
-    A record costs about 10 us, and up to 50 us in between training steps, which leave nothing of it in the caches.
+    A record costs about 10 us, and up to 50 us between training steps, which evict its code and memory from the caches.
     """
 
     def push(self, kind: str, data: dict[str, Any]) -> bool:
-        """Write one record, or count it as dropped when the reader is too far behind."""
+        """Write one record, or count it as dropped if the reader is too far behind."""
         moment, data = time.time(), plain(data)
         with self.turn:
             return self.append(encode(self._counters[0], moment, kind, data))
@@ -55,38 +55,38 @@ class EventRing(RecordRing):
         return Records(rank, written) if written else None
 
     def drain(self, rank: int) -> list[Event]:
-        """Take out what was pushed since the last time, as events of this rank."""
+        """Take all records that were pushed since the last call, as events of this rank."""
         records = self.take(rank)
         return records.events if records else []
 
 
 def encode(place: int, moment: float, kind: str, data: dict[str, Any]) -> bytes:
-    """A record: a key, which is different in each record of a ring because of its place, and the data.
+    """Encode a record: a key, which its place makes unique in the ring, and the data.
 
-    They are an entry of a dictionary, as marshal writes one. All records of a ring, one after another and in between
-    braces, are a dictionary, which is read in one go: in half the time of reading them one by one.
+    A record is an entry of a dictionary in marshal's format. All records of a ring, one after another and between
+    braces, are one dictionary, which is read in half the time of reading them one by one.
     """
     return marshal.dumps((place, moment, kind), _FORMAT) + marshal.dumps(data, _FORMAT)
 
 
 class Records(NamedTuple):
-    """What a rank has told, as it wrote it: a seventh of the memory of the events that can be made of it."""
+    """Events of a rank in the bytes that it wrote, which take a seventh of the memory of `Event` objects."""
 
     rank: int
     written: bytes
 
     def read(self) -> dict[tuple[int, float, str], dict[str, Any]]:
-        """By (place, time, kind), in their order, the data; costs half a microsecond each."""
+        """Return the data by (place, time, kind), in order; costs half a microsecond per event."""
         return marshal.loads(_OPEN + self.written + _CLOSE)
 
     @property
     def events(self) -> list[Event]:
-        """The same, as events; costs a microsecond each."""
+        """The records as events; costs a microsecond per event."""
         return [Event(moment, self.rank, kind, data) for (_, moment, kind), data in self.read().items()]
 
 
 def plain(value: Any) -> Any:
-    """The same value in numbers, strings, lists and dictionaries: tensors and arrays become (lists of) numbers."""
+    """Convert a value to numbers, strings, lists and dictionaries; tensors and arrays become (lists of) numbers."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
@@ -99,9 +99,9 @@ def plain(value: Any) -> Any:
 
 
 def save_events(events: Iterable[Event], path: str | Path) -> None:
-    """Write events as JSON lines, one event a line; the file appears whole or not at all.
+    """Write events as JSON lines, one event per line; the file appears complete or not at all.
 
-    What is not finite is written as Python writes it (NaN, Infinity), and `load_events` reads it back.
+    Numbers that are not finite are written as Python does (NaN, Infinity), and `load_events` reads them back.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -115,14 +115,14 @@ def save_events(events: Iterable[Event], path: str | Path) -> None:
 
 
 def load_events(path: str | Path) -> list[Event]:
-    """Read back what `save_events` (or `run.save`) wrote; costs about 3 us and 600 bytes an event."""
+    """Read events that `save_events` or `run.save` wrote; costs about 3 us and 600 bytes per event."""
     if Path(path).is_dir():
         raise IsADirectoryError(f"{path} is a folder: give the file that run.save() wrote")
-    events, place = list[Event](), 0  # how many are read
+    events, place = list[Event](), 0  # number of events read so far
     with Path(path).open("rb") as file, _uncollected():
         while lines := list(islice(file, _LINES)):
             try:
-                # All at once: a name that comes in many lines is then one object.
+                # All lines at once, so that a name that occurs in many of them becomes one object.
                 records = json.loads(b"[" + b",".join(lines) + b"]")
                 if len(records) != len(lines):
                     raise ValueError("not one record a line")
@@ -136,7 +136,7 @@ def load_events(path: str | Path) -> list[Event]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would look at millions of new objects again and again, and find nothing."""
+    """Turn off the garbage collector, which would scan millions of new objects repeatedly and find nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -147,7 +147,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _event(record: Any) -> Event:
-    """Of what a line has; raises ValueError if it is none."""
+    """Make an event from the JSON value of a line; raises ValueError if it is not one."""
     try:
         event = Event(record["time"], record["rank"], intern(record["kind"]), record["data"])
     except (KeyError, TypeError):
@@ -158,15 +158,15 @@ def _event(record: Any) -> Event:
 
 
 def _read_line(path: str | Path, number: int, line: bytes) -> Event:
-    """The event of one line, or the sentence that says where and why there is none."""
+    """Read the event of one line, or raise an error that says where it is and what is wrong with it."""
     try:
         return _event(json.loads(line.decode()))
     except RecursionError:
         problem = "it is nested too deeply"
     except UnicodeDecodeError:
-        problem = "it is no text in UTF-8"
+        problem = "it is not UTF-8 text"
     except json.JSONDecodeError as error:
-        problem = f"no JSON: {error.msg}, at character {error.pos + 1}"
+        problem = f"not JSON: {error.msg}, at character {error.pos + 1}"
     except ValueError as error:
         problem = str(error)
     cut = "" if line.endswith(b"\n") else " The file ends in the middle of it: was it copied as a whole?"

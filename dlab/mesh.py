@@ -1,7 +1,7 @@
-"""Meshes: ranks in rows, columns and layers with names, so that each line of them is a small world of its own.
+"""Meshes: ranks on a grid with named axes, so that each line of them can communicate as a group.
 
-A mesh of shape (2, 4) with the names ("dp", "tp") has 2 rows of 4 ranks: a rank shards its layers with the 3 others of
-its row, `mesh["tp"]`, and averages gradients with the one other of its column, `mesh["dp"]`.
+A mesh of shape (2, 4) with the names ("dp", "tp") has 2 rows of 4 ranks: a rank shards its layers with the 3 others in
+its row, `mesh["tp"]`, and averages gradients with the other one in its column, `mesh["dp"]`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Mesh:
     """Ranks on a grid with named axes, the first axis slowest: ranks that differ in the last one are neighbours.
 
     Every rank makes the same mesh. `mesh["dp"]` is this rank's line along an axis, a transport among the ranks that
-    differ from it in that coordinate alone; `mesh["dp", "tp"]` is the plane of two axes, whose ranks are numbered with
+    differ from it only in that coordinate; `mesh["dp", "tp"]` is the plane of two axes, whose ranks are numbered with
     the first name slowest. Making a mesh sends nothing.
 
     >>> mesh = dlab.Mesh((2, 2, 2), ("pp", "dp", "tp"))  # on rank 5 of 8
@@ -35,7 +35,7 @@ class Mesh:
         self.transport = transport_of_this_worker() if transport is None else transport
         if prod(self.shape) != self.transport.size:
             raise ValueError(
-                f"a mesh of {' × '.join(map(str, self.shape))} needs {prod(self.shape)} ranks and there are "
+                f"a mesh of {' × '.join(map(str, self.shape))} needs {prod(self.shape)} ranks, but there are "
                 f"{self.transport.size}: the product of the shape must be their number"
             )
         self._groups: dict[tuple[str, ...], Transport] = {}
@@ -45,42 +45,42 @@ class Mesh:
             raise ValueError(f"a mesh of shape {self.shape} is not possible: give a whole number, 1 or more, per axis")
         if len(self.names) != len(self.shape):
             raise ValueError(
-                f"a mesh of shape {self.shape} has {len(self.shape)} axes and got {len(self.names)} names, "
+                f"a mesh of shape {self.shape} has {len(self.shape)} axes but got {len(self.names)} names, "
                 f"{self.names}: give one name for each axis"
             )
         for name in self.names:
             if not isinstance(name, str) or not name:
-                raise ValueError(f"the name of an axis is a word, such as 'dp', not {name!r}")
+                raise ValueError(f"the name of an axis must be a word, such as 'dp', not {name!r}")
             if self.names.count(name) > 1:
-                raise ValueError(f"two axes of the mesh are called {name!r}: give each a name of its own")
+                raise ValueError(f"two axes of the mesh are called {name!r}: give each its own name")
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where this rank is, by axis."""
+        """The coordinates of this rank, by axis."""
         return self.coordinates_of(self.transport.rank)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Where a rank is, by axis."""
+        """Return the coordinates of a rank, by axis."""
         found = {}
         for name, length in zip(reversed(self.names), reversed(self.shape), strict=True):
             rank, found[name] = divmod(rank, length)
         return {name: found[name] for name in self.names}
 
     def rank_at(self, coordinates: dict[str, int]) -> int:
-        """The rank at these coordinates, one for each axis."""
+        """Return the rank at these coordinates, one for each axis."""
         rank = 0
         for name, length in zip(self.names, self.shape, strict=True):
             rank = rank * length + coordinates[name]
         return rank
 
     def line(self, rank: int, *names: str) -> list[int]:
-        """The ranks that differ from this one in these coordinates only, itself included; the first name slowest."""
+        """Return the ranks that differ from this one only in these coordinates, itself included; first name slowest."""
         at = self.coordinates_of(rank)
         lengths = [range(self.shape[self.names.index(name)]) for name in names]
         return [self.rank_at({**at, **dict(zip(names, place, strict=True))}) for place in product(*lengths)]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Transport:
-        """This rank's line along one axis, or the plane of several."""
+        """Return this rank's line along one axis, or the plane of several, as a transport."""
         names = (names,) if isinstance(names, str) else tuple(names)
         unknown = [name for name in names if name not in self.names]
         if unknown or not names:
@@ -93,7 +93,7 @@ class Mesh:
         return self._groups[names]
 
     def table(self) -> MeshTable:
-        """Rank, coordinates and groups, a row for each rank."""
+        """Return a table with a row for each rank: its coordinates and its groups."""
         return MeshTable(self)
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class Mesh:
 
 
 class MeshTable(Table):
-    """A row per rank: its coordinates, and the ranks of its line along each axis.
+    """A table with a row per rank: its coordinates, and the ranks of its line along each axis.
 
     >>> dlab.Mesh((2, 2), ("dp", "tp")).table()
     rank  dp  tp  dp group  tp group

@@ -1,4 +1,4 @@
-"""Collectives for those who only want them done: the fastest for where the ranks are, and gradients averaged with it.
+"""Collectives that choose the fastest way for this transport and tensor, and the averaging of gradients.
 
 Each works over all ranks, or over a group of them, such as a line of a mesh. Taught in `02_allreduce.ipynb`.
 """
@@ -27,17 +27,17 @@ ALGORITHMS = ("auto", "naive", "tree", "ring", "halving_doubling", "hierarchical
 _REDUCE_OPS = {name: op for op, name in OPS.items()} | {"mean": dist.ReduceOp.SUM}  # divided here: gloo has no mean
 _memory: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedCollectives | None] = (
     weakref.WeakKeyDictionary()
-)  # None: it has none
+)  # None if its ranks share no memory
 
 
 def average_gradients(
     model: torch.nn.Module, allreduce: Callable[..., Any] | None = None, transport: Transport | None = None
 ) -> None:
-    """Replace each gradient by its mean over the ranks: a sum over all, divided by their number.
+    """Replace each gradient by its mean over the ranks: the sum over all, divided by their number.
 
-    Parameter by parameter, by `dist.all_reduce`, or by a collective of `dlab.collectives` or your own that works in
-    place, `allreduce(tensor, transport)`: that one gets a copy, so that the gradient stays whole until all is there.
-    Over `transport`, if given, else over `dlab.transport()`.
+    Costs one all-reduce per parameter: `dist.all_reduce`, or `allreduce(tensor, transport)`, a collective of
+    `dlab.collectives` or your own that works in place. That one gets a copy, so that the gradient is only changed when
+    the result is complete. It works over `transport`, by default `dlab.transport()`.
 
     >>> loss.backward()
     >>> average_gradients(model, allreduce=ring_allreduce)
@@ -62,9 +62,9 @@ def average_gradients(
 def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum", group: Transport | None = None) -> None:
     """Combine a tensor over all ranks, in place; every rank must call it with the same size, type and op.
 
-    `auto`: on one host through shared memory, without any copy if the tensor comes from `shared_empty`; between hosts
-    and on GPUs the backend's own. The other algorithms are those of `dlab.collectives`, over `dlab.transport()`.
-    `group`: only among these ranks, `mesh["tp"]` for instance, each of whom must call it.
+    `auto` uses shared memory on one host, without any copy if the tensor comes from `shared_empty`, and the backend's
+    own all-reduce between hosts and on GPUs. The other algorithms are those of `dlab.collectives`, over
+    `dlab.transport()`. With `group`, such as `mesh["tp"]`, only its ranks take part, each of which must call it.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
@@ -83,10 +83,10 @@ def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum", gr
 def reduce_scatter(
     tensor: torch.Tensor, op: str = "sum", group: Transport | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Part r of the combination of everyone's tensor, for rank r: a flat tensor, or `out`, which holds as much.
+    """Return part r of the combination of all tensors on rank r, as a flat tensor, or in `out` of the same size.
 
-    Parts are those of `tensor.view(-1).tensor_split(ranks)`. Half of an all-reduce: each rank gets (n-1)/n of a tensor
-    from the others. The ways are those of `allreduce`.
+    Parts are those of `tensor.view(-1).tensor_split(ranks)`. It is half of an all-reduce: each rank gets (n-1)/n of a
+    tensor from the others. It chooses the algorithm like `allreduce` does.
     """
     shared = _shared_memory(group) if tensor.is_cpu else None
     rank, size = _place(group, shared)
@@ -111,9 +111,9 @@ def reduce_scatter(
 
 
 def all_gather(tensor: torch.Tensor, group: Transport | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Everyone's tensor, by rank: `result[r]` is rank r's; or all of them one after another in `out`.
+    """Return the tensors of all ranks: `result[r]` is rank r's; or write them one after another into `out`.
 
-    Each rank gets n-1 tensors from the others. The ways are those of `allreduce`.
+    Each rank gets n-1 tensors from the others. It chooses the algorithm like `allreduce` does.
     """
     shared = _shared_memory(group) if tensor.is_cpu else None
     rank, size = _place(group, shared)
@@ -137,9 +137,9 @@ def all_gather(tensor: torch.Tensor, group: Transport | None = None, out: torch.
 
 
 def all_to_all(tensor: torch.Tensor, group: Transport | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`result[r]` is what rank r has for me, `tensor[me]` of its own; the first dimension is the number of ranks.
+    """Return a tensor whose row r is row s of rank r's tensor, on rank s; the first dimension is the number of ranks.
 
-    Each rank gets (n-1)/n of a tensor from the others. The ways are those of `allreduce`.
+    Each rank gets (n-1)/n of a tensor from the others. It chooses the algorithm like `allreduce` does.
     """
     shared = _shared_memory(group) if tensor.is_cpu else None
     _, size = _place(group, shared)
@@ -161,10 +161,10 @@ def all_to_all(tensor: torch.Tensor, group: Transport | None = None, out: torch.
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32, group: Transport | None = None) -> torch.Tensor:
-    """A tensor that collectives read and combine where it lies. Every rank must call it, with the same shape and type.
+    """Allocate a tensor that collectives use in place; every rank must call it, with the same shape and type.
 
-    `group`: for collectives among these ranks, each of whom must call it. Where ranks share no memory (between hosts,
-    on GPUs) it is an ordinary tensor, on the GPU if NCCL joins them.
+    With `group`, it is for collectives among these ranks, each of which must call it. Where ranks share no memory
+    (between hosts, on GPUs) it is an ordinary tensor, on the GPU if the backend is NCCL.
     """
     shared = _shared_memory(group)
     if group is None and isinstance(dist.group.WORLD, DlabGroup):
@@ -175,9 +175,9 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32, group: Transpo
 
 
 def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
-    """Made once for a process group, or for a group of its ranks, by all its ranks together.
+    """Return the shared memory of a process group, or of a group of its ranks; all of them make it together, once.
 
-    The backend `dlab` has its own. In a rehearsal there is none: messages are to be seen.
+    The backend `dlab` has its own. A rehearsal has none, so that its messages can be seen.
     """
     if group is not None:
         return group.once(_connect) if group.processes and not _on_gpu() else None
@@ -190,7 +190,7 @@ def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
 
 
 def _connect(transport: Transport) -> SharedCollectives | None:
-    """In a worker, whoever looks at the run hears of each collective."""
+    """Connect the ranks through shared memory; in a worker, each collective is counted for the run's events."""
     if not context.is_worker():
         return SharedCollectives.connect(transport)
     group = {"group": list(transport.members), "axis": transport.axis} if isinstance(transport, Group) else {}
@@ -200,7 +200,7 @@ def _connect(transport: Transport) -> SharedCollectives | None:
 
 
 def _place(group: Transport | None, shared: SharedCollectives | None) -> tuple[int, int]:
-    """This rank's number in the group, and how many there are. Asking torch takes longer than a small collective."""
+    """Return this rank's number in the group, and the group's size; asking torch is slower than a small collective."""
     known = group or shared
     return (known.rank, known.size) if known is not None else (dist.get_rank(), dist.get_world_size())
 
@@ -210,14 +210,14 @@ def _on_gpu() -> bool:
 
 
 def _has_backend(group: Transport | None) -> bool:
-    """Can torch.distributed's own collectives do it? Its groups number their ranks in ascending order."""
+    """Return whether torch.distributed has such a group: there, ranks are numbered in ascending order."""
     if group is None:
         return True
     return group.processes and dist.is_initialized() and list(group.members) == sorted(group.members)
 
 
 def _process_group(group: Transport | None) -> dist.ProcessGroup | None:
-    """That of torch.distributed with the same ranks, made once by all of them."""
+    """Return torch.distributed's group of the same ranks, which all of them make together, once."""
     return None if group is None else group.once(_new_group)
 
 
@@ -226,10 +226,10 @@ def _new_group(group: Transport) -> dist.ProcessGroup:
 
 
 def _check_room(out: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
-    """`out`, if it can hold a result of so many numbers."""
+    """Return `out` if it can hold a result of so many numbers, and raise an error otherwise."""
     if out.numel() != count or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
         raise ValueError(
-            f"the result is {count} {like.dtype} on {like.device}, and out has room for {out.numel()} {out.dtype} on "
+            f"the result is {count} {like.dtype} on {like.device}, but out has room for {out.numel()} {out.dtype} on "
             f"{out.device}{'' if out.is_contiguous() else ', with gaps between them'}: give a tensor that fits"
         )
     return out.detach() if out.requires_grad else out

@@ -1,8 +1,8 @@
-"""Events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the Trace Event format.
+"""Write events in the Trace Event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Every rank is a process with three lanes: what its steps were spent on, the messages that it sent, and the stages that
-its gradients reached; and one for each sort of collective that sent no messages, which went through shared memory. A
-message is an arrow from its sender's lane to its receiver's.
+Every rank is a process with three lanes: the parts of its steps, the messages that it sent, and the stages that its
+gradients reached; and one lane for each sort of collective that went through shared memory, without messages. A message
+is an arrow from its sender's lane to its receiver's.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dlab.kinds import COLLECTIVE, GRADIENT, LOG, MESSAGE, STATE
 
 LANES = ("steps", "messages", "gradients")
 _STEPS, _MESSAGES, _GRADIENTS = range(len(LANES))
-_PARTS = ("delay", "compute", "wait")  # of a step, in the order in which they come
-_SHORTEST = 1e-6  # seconds: viewers hide what takes no time
+_PARTS = ("delay", "compute", "wait")  # of a step, in order
+_SHORTEST = 1e-6  # seconds, because viewers hide slices without a duration
 
 Entry = dict[str, Any]
 
 
 def save_trace(events: Iterable[Event], path: str | Path) -> None:
-    """Write events in the Trace Event format, from the first of them on. The file appears whole or not at all."""
+    """Write events in the Trace Event format; the file appears complete or not at all."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -38,7 +38,7 @@ def save_trace(events: Iterable[Event], path: str | Path) -> None:
 
 
 def trace(events: Iterable[Event]) -> list[Entry]:
-    """The entries of a trace, in microseconds since the first of them."""
+    """Return the entries of a trace, with times in microseconds since the first of them."""
     numbers, lanes = count(1), {name: number for number, name in enumerate(LANES)}
     entries = [entry for event in events for entry in _entries(event, numbers, lanes)]
     begin = min((entry["ts"] for entry in entries), default=0.0)
@@ -49,7 +49,7 @@ def trace(events: Iterable[Event]) -> list[Entry]:
 
 
 def _names(ranks: Iterable[int], lanes: dict[str, int]) -> Iterator[Entry]:
-    """What viewers call the processes and their lanes."""
+    """Yield the entries that name the processes and their lanes."""
     for rank in sorted(ranks):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -58,7 +58,7 @@ def _names(ranks: Iterable[int], lanes: dict[str, int]) -> Iterator[Entry]:
 
 
 def _entries(event: Event, numbers: Iterator[int], lanes: dict[str, int]) -> Iterator[Entry]:
-    """What an event becomes; nothing, if it has nothing to show. New lanes are added to `lanes`."""
+    """Yield the entries of an event, if it has any; new lanes are added to `lanes`."""
     data, rank = event.data, event.rank
     if event.kind == LOG:
         yield from _step(event)
@@ -92,7 +92,7 @@ def _entries(event: Event, numbers: Iterator[int], lanes: dict[str, int]) -> Ite
 
 
 def _step(event: Event) -> Iterator[Entry]:
-    """A step is told at its end, with the seconds that each part of it took."""
+    """Yield a slice for each part of a step, which is logged at its end with the seconds that each part took."""
     data, end = event.data, event.time
     parts = [(name, data[name]) for name in _PARTS if _are_numbers(data, name) and data[name] > 0]
     start = end - sum(seconds for _, seconds in parts)
@@ -117,7 +117,7 @@ def _slice(rank: int, lane: int, name: str, start: float, end: float, arguments:
 
 
 def _arguments(data: dict[str, Any]) -> Entry:
-    """What a viewer shows of an entry when one points at it: numbers and words."""
+    """Return the numbers and texts that a viewer shows when an entry is selected."""
     shown = {
         name: value
         for name, value in data.items()
@@ -127,7 +127,7 @@ def _arguments(data: dict[str, Any]) -> Entry:
 
 
 def _list(ranks: Any) -> str:
-    """`0, 2`; whatever else it is, as it is."""
+    """Write a list of ranks as `0, 2`, and anything else unchanged."""
     return ", ".join(map(str, ranks)) if isinstance(ranks, list) else str(ranks)
 
 

@@ -192,17 +192,17 @@ GOOD = b'{"time": 1.0, "rank": 0, "kind": "log", "data": {}}\n'
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"time": 1.0, "rank": 0, "kind": "log", "data": {"name": "\xff\xfe"}}\n', "it is no text in UTF-8"),
+        (b'{"time": 1.0, "rank": 0, "kind": "log", "data": {"name": "\xff\xfe"}}\n', "it is not UTF-8 text"),
         (b"[" * 200_000 + b"\n", "it is nested too deeply"),
         (b'{"time": 1.0, "rank": 0, "kind": "lo', "The file ends in the middle of it"),
-        (b"\x7fELF\x02\x01\x00\xff\n", "it is no text in UTF-8"),
-        (b"\n", "no JSON"),
+        (b"\x7fELF\x02\x01\x00\xff\n", "it is not UTF-8 text"),
+        (b"\n", "not JSON"),
         (b'{"time": "now", "rank": 0, "kind": "log", "data": {}}\n', "time must be a number"),
         (b'{"time": 1.0, "rank": 0.5, "kind": "log", "data": {}}\n', "rank a whole number"),
         (b'{"time": 1.0, "rank": 0, "kind": "log", "data": []}\n', "data an object"),
         (b'{"time": 1.0, "rank": 0, "kind": 3, "data": {}}\n', "there must be time, rank, kind and data"),
-        (GOOD.strip() + b", " + GOOD, "no JSON: Extra data"),
-        (b'{"a": [1\n2]}\n', "no JSON"),
+        (GOOD.strip() + b", " + GOOD, "not JSON: Extra data"),
+        (b'{"a": [1\n2]}\n', "not JSON"),
     ],
 )
 def test_whatever_a_file_holds_one_sentence_names_the_line(tmp_path, line, why):

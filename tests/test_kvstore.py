@@ -426,7 +426,7 @@ def _row_too_far(kv):
         (_odd_key, "1.5 cannot be a key: use a whole number or a string"),
         (_optimizer_of_another_world, "a server has no optimizer 'rprop': use one of sgd, adam, adagrad"),
         (_odd_number, "sgd takes no 'betas': it takes lr, momentum"),
-        (_row_too_far, "key 'w' has rows 0 to 2: row_ids go beyond"),
+        (_row_too_far, "key 'w' has rows 0 to 2: give row_ids in that range"),
     ],
 )
 def test_faults_are_told_in_a_sentence_and_nobody_hangs(cluster, fault, sentence):

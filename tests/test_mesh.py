@@ -88,13 +88,13 @@ def test_coordinates_and_planes():
 @pytest.mark.parametrize(
     ("shape", "names", "words"),
     [
-        ((2, 3), ("dp", "tp"), "a mesh of 2 × 3 needs 6 ranks and there are 4: the product"),
+        ((2, 3), ("dp", "tp"), "a mesh of 2 × 3 needs 6 ranks, but there are 4: the product"),
         ((2, 2), ("dp", "dp"), "two axes of the mesh are called 'dp'"),
-        ((2, 2), ("dp",), "has 2 axes and got 1 names"),
-        ((4,), ("dp", "tp"), "has 1 axes and got 2 names"),
+        ((2, 2), ("dp",), "has 2 axes but got 1 names"),
+        ((4,), ("dp", "tp"), "has 1 axes but got 2 names"),
         ((2, 0), ("dp", "tp"), "is not possible: give a whole number, 1 or more, per axis"),
         ((), (), "is not possible"),
-        ((2, 2), ("dp", 3), "the name of an axis is a word, such as 'dp', not 3"),
+        ((2, 2), ("dp", 3), "the name of an axis must be a word, such as 'dp', not 3"),
     ],
 )
 def test_what_is_no_mesh_gets_a_sentence(shape, names, words):
@@ -298,7 +298,7 @@ def test_what_does_not_fit_gets_a_sentence(cluster):
     rows, shape, kind, op = cluster.run(fn, timeout=60)[1]
     assert "a tensor with a row for each of 4 ranks, not 3 × 2" in rows
     assert (
-        "the result is 12 torch.float32 on cpu, and out has room for 3" in shape
+        "the result is 12 torch.float32 on cpu, but out has room for 3" in shape
         and "torch.float64" in kind
         and "no op 'median'" in op
     )

@@ -1,4 +1,4 @@
-"""The rank that did not come is named, not those that waited: every way to hang, and every way to wait for a rank."""
+"""The rank that did not arrive is named, not those that waited: every way to hang, and every way to wait for a rank."""
 
 import inspect
 import itertools
@@ -299,7 +299,7 @@ def start(cluster, what, options, way, victim, folder):
 
 
 def expect(way, victim):
-    """What the message says of the one that did not come."""
+    """What the message says of the one that did not arrive."""
     who = name_ranks([victim], RANKS)
     if way in (OUTSIDE, trouble.be_stopped):
         return rf"^{who}: stopped by a signal \(SIGSTOP\)$"
@@ -501,7 +501,7 @@ def test_who_did_not_come_is_named_too_when_a_wait_of_dlab_has_run_out_of_time(c
         clusters["gloo"].run(wait_for_a_second)
     assert error.value.ranks[0] == 2 and set(error.value.ranks[1:]) <= {0, 1, 3}
     assert re.search(
-        r"\nrank 2 did not come: at line \d+ of wait_for_a_second: time\.sleep\(1000\)\n", str(error.value)
+        r"\nrank 2 did not arrive: at line \d+ of wait_for_a_second: time\.sleep\(1000\)\n", str(error.value)
     )
 
 
@@ -520,7 +520,7 @@ def test_who_did_not_come_is_named_too_when_a_wait_of_gloo_has_run_out_of_time(w
         with pytest.raises(dlab.WorkerError, match=r"failed: .*Timed out waiting") as error:
             cluster.run(oversleep)
         assert error.value.rank == 1
-        assert re.search(r"\nrank 1 did not come: at line \d+ of oversleep: time\.sleep\(1000\)\n", str(error.value))
+        assert re.search(r"\nrank 1 did not arrive: at line \d+ of oversleep: time\.sleep\(1000\)\n", str(error.value))
         assert cluster.run(dlab.rank, timeout=30) == [0, 1, 2]
 
 

@@ -68,7 +68,7 @@ def test_a_role_that_nobody_has_registered_is_loaded_from_where_it_is_offered(mo
     roles.offer("painter", lambda: roles.register("painter", role))
     assert roles.modules() == set()
     assert roles.find("painter") is role
-    with pytest.raises(LookupError, match="nobody has registered the role 'gardener'"):
+    with pytest.raises(LookupError, match="there is no role 'gardener'"):
         roles.find("gardener")
 
 

@@ -213,7 +213,7 @@ def test_with_checkpoints_a_new_server_takes_the_place_of_a_killed_one(tmp_path,
     assert result.identical
     assert difference(result.model, whole.model) == 0
     assert len(result.losses) == len(whole.losses)
-    assert f"a server has died: a new one goes on from step {20 if saved else 0}" in capfd.readouterr().out
+    assert f"a server has died: a new one continues from step {20 if saved else 0}" in capfd.readouterr().out
 
 
 def test_so_it_does_whenever_a_server_dies(tmp_path):
@@ -279,7 +279,7 @@ def test_the_learning_rate_is_turned_on_the_servers(four):
         ({"mode": "lazy"}, "there is no mode 'lazy': use 'sync', 'async', 'ssp'"),
         ({"staleness": -1}, "staleness=-1: give a whole number of steps, 0 or more, or None"),
         ({"servers": -1}, "servers=-1: give a whole number, 0 or more"),
-        ({"servers": 0, "mode": "sync"}, "servers=0 leaves nobody to wait for others: use mode='async', or a server"),
+        ({"servers": 0, "mode": "sync"}, "servers=0 only works with mode='async': use that, or at least one server"),
         ({"servers": 0, "mode": "async", "compression": "2bit"}, "servers=0 sends nothing that could be compressed"),
         ({"compression": "3bit"}, "3bit"),
     ],

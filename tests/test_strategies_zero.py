@@ -53,8 +53,8 @@ def test_shards_saved_by_some_ranks_are_resumed_by_others(clusters, tmp_path, be
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        (2, "stage 2 of ZeRO is not there yet: use stage=1"),
-        (3, "stage 3 of ZeRO is not there yet: use stage=1"),
+        (2, "stage 2 of ZeRO is not implemented yet: use stage=1"),
+        (3, "stage 3 of ZeRO is not implemented yet: use stage=1"),
         (0, "ZeRO has no stage 0: use stage=1"),
         ("1", "ZeRO has no stage '1': use stage=1"),
     ],

@@ -107,7 +107,9 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_usable(cluster, 
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{newest.name} is damaged: .*rank-1.pt is not .*resume from .*{older.name}"):
+    with pytest.raises(
+        ValueError, match=rf"{newest.name} is damaged: .*rank-1.pt differs .*resume from .*{older.name}"
+    ):
         dlab.train(network, data(), on=cluster, batch_size=BATCH, resume=tmp_path)
     result = dlab.train(network, data(), on=cluster, batch_size=BATCH, resume=older).wait(60)
     assert len(result.losses) > open_checkpoint(older).steps
@@ -143,7 +145,7 @@ FILES = {"common.pt", "rank-0.pt", "rank-1.pt", "rank-2.pt"}
         (lambda manifest: manifest.update(ranks="3"), "ranks='3'"),
         (lambda manifest: manifest.update(ranks=True), "ranks=True"),
         (lambda manifest: manifest.update(steps=None), "steps=None"),
-        (lambda manifest: manifest["files"].update({"rank-0.pt": "0" * 64}), "rank-0.pt is not what was written"),
+        (lambda manifest: manifest["files"].update({"rank-0.pt": "0" * 64}), "rank-0.pt differs from what was written"),
         (lambda manifest: manifest.pop("ranks"), "manifest.json cannot be read"),
     ],
 )
@@ -158,7 +160,7 @@ def test_a_manifest_that_was_changed_is_refused(saved, tmp_path, change, words):
     with pytest.raises(DamagedCheckpoint, match=rf"{newest.name} is damaged: .*{words}.*; resume from {older} instead"):
         open_checkpoint(tmp_path)
     (older / "rank-0.pt").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"no other one in .* is whole"):
+    with pytest.raises(DamagedCheckpoint, match=r"holds no other complete one"):
         open_checkpoint(newest)
 
 
@@ -302,9 +304,9 @@ def test_names_are_on_the_disk_before_a_checkpoint_counts(tmp_path, monkeypatch)
     ("given", "words"),
     [
         ({"resume": "nowhere"}, "no checkpoint in .*nowhere"),
-        ({"every": 3}, "say where, too, by checkpoint=folder"),
+        ({"every": 3}, "also say where, with checkpoint=folder"),
         ({"checkpoint": "here", "every": 0}, "number of steps between checkpoints"),
-        ({"overwrite": True}, "say which, too, by checkpoint=folder"),
+        ({"overwrite": True}, "say which folder, with checkpoint=folder"),
     ],
 )
 def test_bad_input_gets_a_sentence(given, words):

@@ -443,7 +443,9 @@ class FirstColumns(nn.Module):
 )
 def test_a_model_that_gives_no_scores(model, found):
     data = TensorDataset(*draw(2, classes=3))
-    with pytest.raises(ValueError, match=rf"^the model gave {found} for a batch of 2: it must give scores \(batch, cl"):
+    with pytest.raises(
+        ValueError, match=rf"^the model returned {found} for a batch of 2: it must return scores \(batch, cl"
+    ):
         evaluate(model, data)
 
 
@@ -472,11 +474,11 @@ def test_no_data():
 
 
 def test_labels_that_are_no_labels():
-    with pytest.raises(ValueError, match=r"of 2 came as torch.float32 \(2,\): a label must be one whole number$"):
+    with pytest.raises(ValueError, match=r"of 2 are torch.float32 \(2,\): each label must be one whole number$"):
         evaluate(nn.Identity(), TensorDataset(torch.ones(2, 3), torch.ones(2)))
-    with pytest.raises(ValueError, match=r"of 2 came as torch.int64 \(2, 3\): a label must be one whole number$"):
+    with pytest.raises(ValueError, match=r"of 2 are torch.int64 \(2, 3\): each label must be one whole number$"):
         evaluate(nn.Identity(), TensorDataset(torch.ones(2, 3), torch.ones(2, 3).long()))
-    with pytest.raises(ValueError, match=r"of 1 came as tuple: a label must be one whole number$"):
+    with pytest.raises(ValueError, match=r"of 1 are tuple: each label must be one whole number$"):
         evaluate(nn.Identity(), [(torch.ones(3), "seven")])
 
 

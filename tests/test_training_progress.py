@@ -116,8 +116,8 @@ def test_across_two_hosts_it_is_the_same(truth, tmp_path, strategy):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--strategy", "magic"], "there is no 'magic' here: use sync, allreduce"),
-        (["--model", "gpt"], "there is no 'gpt' here: use simple_cnn"),
+        (["--strategy", "magic"], "'magic' is not known: use one of sync, allreduce"),
+        (["--model", "gpt"], "'gpt' is not known: use one of simple_cnn"),
         (["--resume", "nowhere"], "no checkpoint in nowhere"),
     ],
 )

@@ -132,8 +132,8 @@ def test_a_strategy_says_what_it_is():
         ({"momentum": 5}, "momentum=5: give a number"),
         ({"momentum": -0.5}, "momentum=-0.5: give a number"),
         ({"model": Wide}, r"Wide cannot be made without classes and width: .* model=lambda: Wide\(10, …\)"),
-        ({"data": ["a word", "another"]}, r"data\[0\] has text in it, 'a word': make numbers of it"),
-        ({"data": [("a word", 1)]}, r"data\[0\] has text in it, 'a word': make numbers of it"),
+        ({"data": ["a word", "another"]}, r"data\[0\] contains text, 'a word': turn it into numbers"),
+        ({"data": [("a word", 1)]}, r"data\[0\] contains text, 'a word': turn it into numbers"),
         ({"data": torch.zeros(20, 3)}, r"data\[0\] is a tensor of shape \(3,\) without a label: a sample is a pair"),
         ({"data": TensorDataset(torch.zeros(20, 3))}, r"data\[0\] is a tensor of shape \(3,\) without a label"),
         ({"data": [{"x": 1.0, "y": 0}] * 20}, r"data\[0\] is a dict without a label: a sample is a pair"),
@@ -158,10 +158,10 @@ def test_bad_input_gets_a_sentence_before_any_worker_starts(given, words):
         ({"order": "random"}, "no order 'random'"),
         (
             {"strategy": dlab.ZeRO(), "optimizer": torch.optim.LBFGS},
-            "LBFGS looks at a whole",
+            "LBFGS updates a whole",
         ),
         ({"model": lambda: nn.Flatten()}, "Flatten has no parameters to train: make its layers in __init__"),
-        ({"model": lambda: nn.Linear}, "which is no torch.nn.Module: let it return the network"),
+        ({"model": lambda: nn.Linear}, "which is not a torch.nn.Module: let it return the network"),
     ],
 )
 def test_bad_input_that_only_workers_can_see(cluster, given, words):
@@ -194,7 +194,7 @@ def narrow():
 
 
 def test_a_label_without_an_output_is_told_as_that(cluster):
-    with pytest.raises(dlab.WorkerError, match="there is a label 1, and the model has outputs for labels below 1 only"):
+    with pytest.raises(dlab.WorkerError, match="there is a label 1, but the model has outputs only for labels below 1"):
         start(cluster, model=narrow).wait(60)
 
 
@@ -220,7 +220,7 @@ def test_an_error_in_the_model_is_shown_with_the_lines_of_the_model_only(cluster
         (lambda: dlab.SyncSGD(allreduce="ring"), "takes a function allreduce"),
         (lambda: dlab.AsyncSGD(clock=3), "clock=3: give None for real time"),
         (lambda: dlab.AsyncSGD(room=0), "room=0: give a whole number"),
-        (lambda: dlab.VirtualClock(speeds=[0]), "takes more than no time"),
+        (lambda: dlab.VirtualClock(speeds=[0]), "give speeds above 0"),
     ],
 )
 def test_a_strategy_refuses_what_it_cannot_be(make, words):

@@ -161,7 +161,7 @@ def test_a_server_dies_and_all_go_back(cluster, tmp_path, capfd, moment, step):
     strategy = dlab.ParameterServer("sync")
     result = train(cluster, strategy, tmp_path, {rank: (step, *where)}, kill_server).wait(60)
     assert result.identical
-    assert capfd.readouterr().out.count("a server has died: a new one goes on") == 1
+    assert capfd.readouterr().out.count("a server has died: a new one continues") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015"]
     whole = dlab.train(network_in_float, data_in_float(), strategy, on=cluster, epochs=3, batch_size=12, lr=0.01)
     assert difference(result.model, whole.wait(60).model) == 0
@@ -179,7 +179,7 @@ def test_a_server_dies_at_the_end_and_all_go_back_or_nobody(cluster, tmp_path, c
     strategy, test = dlab.ParameterServer("async"), data_in_float()
     result = train(cluster, strategy, tmp_path, {rank: where}, kill_server, test=test).wait(60)
     assert result.identical and result.evaluation is not None
-    assert capfd.readouterr().out.count("a server has died: a new one goes on") in times
+    assert capfd.readouterr().out.count("a server has died: a new one continues") in times
 
 
 def network_of_one_who_kills_the_server():
@@ -200,7 +200,7 @@ def test_a_server_dies_before_the_first_step_and_all_begin_again(cluster, tmp_pa
     }
     right = dlab.train(network_in_float, data_in_float(), **given).wait(60)
     found = dlab.train(network_of_one_who_kills_the_server, data_in_float(), checkpoint=tmp_path, **given).wait(60)
-    assert "a server has died: a new one goes on from step 0" in capfd.readouterr().out
+    assert "a server has died: a new one continues from step 0" in capfd.readouterr().out
     assert difference(found.model, right.model) == 0
 
 

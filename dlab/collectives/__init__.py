@@ -1,4 +1,4 @@
-"""Collectives, each written once on `send`, `recv` and `exchange`; they never know what carries the bytes."""
+"""Collectives, each written once on `send`, `recv` and `exchange`, so that they run on every transport."""
 
 from dlab.collectives.allreduce import (
     halving_doubling_allreduce,

@@ -1,7 +1,7 @@
-"""All-reduce in other ways than the ring: everyone ends with the combination of all.
+"""All-reduce by other algorithms than the ring: every rank ends with the combination of all ranks' tensors.
 
-Each works in place on a contiguous tensor of any size and for any number of ranks, and leaves the same bits everywhere:
-what is combined is combined in one place, or everywhere in the same order.
+Each works in place on a contiguous tensor of any size and for any number of ranks, and leaves the same bits on all
+ranks, because every element is combined on one rank only, or on all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlab.transports.base import Group, Transport
 
 
 def naive_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
-    """Everyone sends everything to everyone: n-1 steps, n-1 times the tensor per rank."""
+    """Every rank sends its whole tensor to every other: n-1 steps, n-1 times the tensor per rank."""
     row, combine = prepare(tensor, op)
     rank, size = transport.rank, transport.size
     rows = [torch.empty_like(row) for _ in range(size)]
@@ -33,22 +33,22 @@ def naive_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum")
 
 
 def tree_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
-    """Up a tree to rank 0 and down again: 2 log2(n) steps, 2(n-1) messages, each of them the whole tensor."""
+    """Reduce up a tree to rank 0, then broadcast: 2 log2(n) steps, 2(n-1) messages, each of the whole tensor."""
     reduce(tensor, transport, root=0, op=op)
     broadcast(tensor, transport, root=0)
 
 
 def halving_doubling_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
-    """Halves with the far half of the ranks, quarters with the nearer, and back.
+    """Exchange halves with the far half of the ranks, then quarters with a nearer rank, and so on, and back.
 
     For a power of two: 2 log2(n) steps, 2(n-1)/n of the tensor per rank. For other n, with p the power of two below
-    it, n-p ranks first hand their tensor to a neighbour and get the result at the end: 2 steps more than p ranks take,
+    it, n-p ranks first send their tensor to a neighbour and get the result at the end: 2 steps more than p ranks take,
     and those neighbours send 2(p-1)/p + 1 of the tensor.
     """
     row, combine = prepare(tensor, op)
     rank, size = transport.rank, transport.size
     power = 1 << (size.bit_length() - 1)
-    extra = size - power  # the odd ones among the first 2 * extra ranks stand aside
+    extra = size - power  # the odd ranks among the first 2 * extra do not take part
     members = [other for other in range(size) if other >= 2 * extra or other % 2 == 0]
     if rank not in members:
         transport.label("fold", 0)
@@ -69,7 +69,7 @@ def halving_doubling_allreduce(tensor: torch.Tensor, transport: Transport, op: s
 
 
 def _halve_and_double(row: torch.Tensor, transport: Transport, combine: Combine) -> None:
-    """For a power of two of ranks: each step leaves half of what is mine, until it is one part; then backwards."""
+    """For 2**k ranks: each step halves the part that a rank combines, until it is 1/n; then the steps go backwards."""
     parts = row.tensor_split(transport.size)
     ends = [0, *torch.tensor([part.numel() for part in parts]).cumsum(0).tolist()]
     done: list[tuple[torch.Tensor, torch.Tensor, int]] = []
@@ -95,9 +95,9 @@ def _halve_and_double(row: torch.Tensor, transport: Transport, combine: Combine)
 def hierarchical_allreduce(
     tensor: torch.Tensor, transport: Transport, op: str = "sum", group_size: int | None = None
 ) -> None:
-    """To the leader of each group, round a ring of leaders, and back to the groups: for fast links within machines.
+    """Reduce to the leader of each group, all-reduce on a ring of leaders, and broadcast within the groups.
 
-    Groups are `group_size` neighbours, by default about the square root of n.
+    It suits machines with fast links inside. Groups are `group_size` neighbours, by default about the square root of n.
     """
     row, _ = prepare(tensor, op)
     rank, size = transport.rank, transport.size

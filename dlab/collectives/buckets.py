@@ -1,7 +1,7 @@
-"""All-reduce of one long tensor in pieces, each as soon as all ranks have filled it in; nobody waits before the end.
+"""All-reduce of one long tensor in pieces, each as soon as all ranks have filled it; no rank waits before the end.
 
-So a gradient is reduced while the backward pass is still at work on the next: a rank says that its piece is there, and
-adds up its own part of whatever pieces are complete by then. Taught in `03_sync_sgd.ipynb`.
+So a gradient is reduced while the backward pass computes the next one: a rank announces that its piece is filled, and
+reduces its own part of all pieces that are complete by then. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dlab.transports import share_memory
 
 
 class Buckets:
-    """Pieces (begin, end) of a tensor from `SharedAllReduce.empty`, in the order in which they get ready.
+    """Pieces (begin, end) of a tensor from `SharedAllReduce.empty`, in the order in which they are filled.
 
-    `spread=False` leaves the result of a piece with the rank that has made it: a reduce-scatter, after which each rank
-    holds its own part (`part(piece)`) of every piece.
+    With `spread=False` only the rank that computes a part of a piece keeps the result: a reduce-scatter, after which
+    each rank holds its own part (`part(piece)`) of every piece.
 
     >>> buckets = Buckets(shared, flat, [(1000, 2000), (0, 1000)], op="mean")
-    >>> buckets.ready(0)  # flat[1000:2000] is filled in
+    >>> buckets.ready(0)  # flat[1000:2000] is filled
     >>> buckets.ready(1)
     >>> buckets.finish()
     """
@@ -43,26 +43,26 @@ class Buckets:
         self._blocks = [blocks_of(self._slots(shared, part), self._using) if len(part) else [] for part in self._parts]
         memory = share_memory(shared.transport, Counters.room(shared.size, len(pieces)))
         assert memory is not None
-        self._ready = Counters(memory, shared.size, len(pieces))  # the last round in which a piece was filled in
+        self._ready = Counters(memory, shared.size, len(pieces))  # the last round in which a piece was filled
         self._round, self._done = 1, 0
 
     def _slots(self, shared: SharedAllReduce, part: torch.Tensor) -> list[torch.Tensor]:
-        """The part in all slots, mine first: there it is combined."""
+        """Return the part in all slots, first in this rank's own, where it is combined."""
         rows = shared.rows(part)
         return [rows[self._rank], *rows[: self._rank], *rows[self._rank + 1 :]]
 
     def part(self, piece: int) -> torch.Tensor:
-        """What I add up of a piece, in my slot."""
+        """Return the part of a piece that this rank reduces, in its slot."""
         return self._parts[piece]
 
     def ready(self, piece: int) -> None:
-        """Mine is filled in; adds up what is complete. Never waits."""
+        """Mark this rank's piece as filled, and reduce pieces that are complete on all ranks. Never waits."""
         self._ready.announce(self._rank, self._round, piece)
         while self._done < len(self._blocks) and not self._missing():
             self._reduce()
 
     def finish(self) -> None:
-        """Wait for the pieces that are still missing, and, if results are spread, until all ranks have theirs."""
+        """Reduce the remaining pieces as they are filled; if results are spread, wait until all ranks have them."""
         wait = Backoff(self._table.peers, self._table.timeout, self._whom)
         while self._done < len(self._blocks):
             while self._missing():
@@ -78,7 +78,7 @@ class Buckets:
         self._done += 1
 
     def _missing(self) -> list[int]:
-        """The ranks that have not filled in the next piece."""
+        """Return the ranks that have not filled the next piece."""
         return self._ready.behind(self._round, self._done)
 
     def _whom(self) -> tuple[list[int], str]:

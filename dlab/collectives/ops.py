@@ -1,4 +1,4 @@
-"""The operations of a reduction, and the checks that every collective begins with."""
+"""The operations of a reduction, and the checks that every collective starts with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMBINE: dict[str, Combine] = {
     "product": torch.Tensor.mul_,
     "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
     "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
-    "and": torch.Tensor.bitwise_and_,  # these three are for whole numbers
+    "and": torch.Tensor.bitwise_and_,  # these three are for integers
     "or": torch.Tensor.bitwise_or_,
     "xor": torch.Tensor.bitwise_xor_,
 }
-OPS = tuple(COMBINE)  # numbered alike on all ranks
+OPS = tuple(COMBINE)  # numbered in the same way on all ranks
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -39,7 +39,7 @@ _PLAIN = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, to
 
 
 class Tools(NamedTuple):
-    """How to work on the numbers of a tensor in memory."""
+    """Functions that work on the numbers of a tensor in memory."""
 
     view: Callable[[torch.Tensor], Any]
     combine: Callable[[Any, Any, Any], object]  # puts the combination of the first two into the third
@@ -48,7 +48,7 @@ class Tools(NamedTuple):
 
 @cache
 def tools(dtype: torch.dtype, op: str) -> Tools:
-    """Those of numpy where it knows the type: it begins to work in a tenth of the time that torch needs."""
+    """Return numpy's functions if it knows the type, since a call takes a tenth of torch's overhead, else torch's."""
     if dtype in _PLAIN:
         return Tools(torch.Tensor.numpy, _UFUNCS[op], np.copyto)
     combine = COMBINE[op]
@@ -56,7 +56,7 @@ def tools(dtype: torch.dtype, op: str) -> Tools:
 
 
 def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
-    """The tensor as one row of numbers, and the operation; refuses what cannot be reduced in place."""
+    """Return the tensor as a flat row, and the operation; refuses what cannot be reduced in place."""
     if op not in COMBINE:
         raise ValueError(f"there is no op {op!r}: use {', '.join(COMBINE)}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
@@ -70,12 +70,12 @@ def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
 
 
 def finish(row: Any, op: str, size: int) -> None:
-    """A mean is a sum, divided."""
+    """Divide the sum by the number of ranks if the operation is a mean."""
     if op == "mean":
         row /= size
 
 
 def check_root(root: int, transport: Transport) -> None:
-    """The root must be one of the ranks."""
+    """Check that the root is one of the ranks."""
     if not 0 <= root < transport.size:
         raise IndexError(f"there is no rank {root}: the ranks are 0 to {transport.size - 1}")

@@ -1,4 +1,4 @@
-"""Collectives through shared memory that somebody hears of, though they send nothing that could be recorded."""
+"""Collectives through shared memory that are counted, although they send no messages that could be recorded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dlab.transports import Transport
 
 ALGORITHM = "shared memory"
 
-Count = Callable[[int, float, float, float], None]  # hears of one: its bytes, its start, its end, the seconds between
+Count = Callable[[int, float, float, float], None]  # gets the bytes, the start, the end and the seconds between
 
 
 class RecordedCollectives(SharedCollectives):
-    """Tells of each when it is done; its bytes are those of the tensor that this rank has for it.
+    """Counts each collective when it is done, with the bytes of this rank's own tensor.
 
-    Costs half a microsecond. Of one rank alone there is nothing to tell.
+    Costs half a microsecond. A single rank counts nothing.
     """
 
     _count: dict[str, Count]
 
     @classmethod
     def connect_to(cls, transport: Transport, count: Callable[[str], Count]) -> RecordedCollectives | None:
-        """As `connect`; `count(name)` gives who hears of the collectives of this name."""
+        """Connect the ranks like `connect`; `count(name)` returns the function that counts collectives of this name."""
         recorded = cls.connect(transport)
         if recorded is not None:
             recorded._count = {
@@ -34,25 +34,25 @@ class RecordedCollectives(SharedCollectives):
         return recorded
 
     def allreduce(self, tensor: torch.Tensor, op: str) -> None:
-        """In place, on a contiguous tensor."""
+        """Reduce a contiguous tensor over all ranks, in place."""
         start = time.time()
         super().allreduce(tensor, op)
         self._tell("all-reduce", tensor, start)
 
     def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        """The output becomes this rank's part of the combination of all tensors."""
+        """Write this rank's part of the combination of all tensors into the output."""
         start = time.time()
         super().reduce_scatter(tensor, output, op)
         self._tell("reduce-scatter", tensor, start)
 
     def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """The output becomes the tensors of all ranks, one after another."""
+        """Write the tensors of all ranks into the output, one after another."""
         start = time.time()
         super().all_gather(tensor, output)
         self._tell("all-gather", tensor, start)
 
     def all_to_all(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Part r of the output becomes rank r's part for this rank."""
+        """Write rank r's part for this rank into part r of the output."""
         start = time.time()
         super().all_to_all(tensor, output)
         self._tell("all-to-all", tensor, start)

@@ -1,4 +1,4 @@
-"""Round the ring: reduce-scatter, all-gather, and the all-reduce that is one after the other."""
+"""Ring algorithms: reduce-scatter, all-gather, and all-reduce, which is one after the other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dlab.transports.base import Transport
 
 
 def ring_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> None:
-    """Chunks travel round a ring: 2(n-1) steps, 2(n-1)/n of the tensor per rank, however many ranks there are.
+    """Pass chunks round a ring: 2(n-1) steps, in which each rank sends 2(n-1)/n of the tensor.
 
-    In the first round each chunk collects the parts of all ranks, in the second the finished chunks go round.
+    In the first round each chunk is combined with those of all ranks, in the second the finished chunks go round.
     """
     row, combine = prepare(tensor, op)
     chunks = row.tensor_split(transport.size)
@@ -23,7 +23,7 @@ def ring_allreduce(tensor: torch.Tensor, transport: Transport, op: str = "sum") 
 
 
 def collect_chunks(chunks: Sequence[torch.Tensor], transport: Transport, combine: Combine) -> None:
-    """First round: what comes from the left is added to my chunk, which goes to the right in the next step.
+    """First round: combine the chunk from the left neighbour with this rank's own, and send it to the right next.
 
     After n-1 steps rank r holds the finished chunk r.
     """
@@ -38,7 +38,7 @@ def collect_chunks(chunks: Sequence[torch.Tensor], transport: Transport, combine
 
 
 def pass_chunks(chunks: Sequence[torch.Tensor], transport: Transport) -> None:
-    """Second round: rank r begins with chunk r; whatever comes from the left is kept, and passed on to the right."""
+    """Second round: rank r starts with chunk r, keeps every chunk from the left, and passes it on to the right."""
     rank, size = transport.rank, transport.size
     for step in range(size - 1):
         transport.label("all-gather", step)
@@ -47,7 +47,7 @@ def pass_chunks(chunks: Sequence[torch.Tensor], transport: Transport) -> None:
 
 
 def reduce_scatter(tensor: torch.Tensor, transport: Transport, op: str = "sum") -> torch.Tensor:
-    """Rank r gets part r of the combination of all, as a new tensor: (n-1)/n of the tensor sent per rank."""
+    """Give rank r part r of the combination of all tensors, as a new tensor; each rank sends (n-1)/n of the tensor."""
     row, combine = prepare(tensor, op)
     chunks = row.clone().tensor_split(transport.size)
     collect_chunks(chunks, transport, combine)
@@ -57,7 +57,7 @@ def reduce_scatter(tensor: torch.Tensor, transport: Transport, op: str = "sum") 
 
 
 def all_gather(tensor: torch.Tensor, transport: Transport) -> list[torch.Tensor]:
-    """Everyone gets the tensors of all, by rank: n-1 times the tensor sent per rank."""
+    """Give every rank the tensors of all, by rank; each rank sends n-1 times the tensor."""
     prepare(tensor, "sum")
     tensors = [torch.empty_like(tensor) for _ in range(transport.size)]
     tensors[transport.rank].copy_(tensor)
@@ -66,17 +66,17 @@ def all_gather(tensor: torch.Tensor, transport: Transport) -> list[torch.Tensor]
 
 
 def all_to_all(parts: Sequence[torch.Tensor], transport: Transport) -> list[torch.Tensor]:
-    """Rank s gets `parts[s]` of every rank, by rank; all parts of one size. n-1 steps, each with another partner."""
+    """Give rank s `parts[s]` of every rank, by rank; all parts have one size. n-1 steps, each with another partner."""
     received = [torch.empty_like(part) for part in parts]
     swap_parts(parts, received, transport)
     return received
 
 
 def swap_parts(parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], transport: Transport) -> None:
-    """The same into tensors that are there, which may be of different sizes."""
+    """Do an all-to-all into existing tensors, which may have different sizes."""
     rank, size = transport.rank, transport.size
     if len(parts) != size:
-        raise ValueError(f"rank {rank} gave {len(parts)} parts for {size} ranks: there must be one for each")
+        raise ValueError(f"rank {rank} gave {len(parts)} parts for {size} ranks: give one for each rank")
     received[rank].copy_(parts[rank])
     for step in range(1, size):
         transport.label("all-to-all", step - 1)

@@ -11,7 +11,7 @@ from dlab.transports.base import Transport
 
 
 def broadcast(tensor: torch.Tensor, transport: Transport, root: int = 0) -> None:
-    """Everyone gets the root's tensor: log2(n) steps, in each of which twice as many ranks have it."""
+    """Give every rank the root's tensor: log2(n) steps, each of which doubles the number of ranks that have it."""
     check_root(root, transport)
     row, _ = prepare(tensor, "sum")
     size = transport.size
@@ -26,7 +26,7 @@ def broadcast(tensor: torch.Tensor, transport: Transport, root: int = 0) -> None
 
 
 def reduce(tensor: torch.Tensor, transport: Transport, root: int = 0, op: str = "sum") -> None:
-    """The root gets the combination of all; the others keep their own. log2(n) steps, n-1 messages of the tensor."""
+    """Give the root the combination of all; the others keep their own. log2(n) steps, n-1 messages of the tensor."""
     check_root(root, transport)
     row, combine = prepare(tensor, op)
     size = transport.size
@@ -46,7 +46,7 @@ def reduce(tensor: torch.Tensor, transport: Transport, root: int = 0, op: str = 
 
 
 def gather(tensor: torch.Tensor, transport: Transport, root: int = 0) -> list[torch.Tensor] | None:
-    """The root gets a list of all tensors, by rank; the others None. n-1 messages to the root."""
+    """Return a list of all tensors, by rank, on the root, and None on the others. n-1 messages to the root."""
     check_root(root, transport)
     prepare(tensor, "sum")
     transport.label("gather", 0)
@@ -63,7 +63,7 @@ def gather(tensor: torch.Tensor, transport: Transport, root: int = 0) -> list[to
 
 
 def scatter(tensor: torch.Tensor, transport: Transport, parts: Sequence[torch.Tensor] | None, root: int = 0) -> None:
-    """Rank r gets `parts[r]` of the root into its tensor. n-1 messages from the root."""
+    """Copy `parts[r]` of the root into the tensor of rank r. n-1 messages from the root."""
     check_root(root, transport)
     prepare(tensor, "sum")
     transport.label("scatter", 0)
@@ -72,7 +72,7 @@ def scatter(tensor: torch.Tensor, transport: Transport, parts: Sequence[torch.Te
         return
     if parts is None or len(parts) != transport.size:
         found = "None" if parts is None else len(parts)
-        raise ValueError(f"the root must give a part for each of the {transport.size} ranks, and gave {found}")
+        raise ValueError(f"the root must give a part for each of the {transport.size} ranks, but gave {found}")
     for rank, part in enumerate(parts):
         if rank == root:
             tensor.copy_(part)

@@ -1,8 +1,8 @@
-"""Reduce-scatter, all-gather and all-to-all through memory that all ranks of a host see; nothing is sent.
+"""Reduce-scatter, all-gather and all-to-all through memory that all ranks of a host share; nothing is sent.
 
-What lies in a tensor from `shared_empty` is read by the others where it is: one copy, or one sum, and two barriers.
-A rank's own tensor goes through a slot of shared memory in pieces that stay in the cache: one copy more, and a barrier
-for each piece. Sharded operators and ZeRO live on these three.
+The others read a tensor from `shared_empty` in place: one copy, or one sum, and two barriers. A rank's private tensor
+goes through a slot of shared memory in pieces that fit into the cache: one copy more, and a barrier for each piece.
+Sharded operators and ZeRO are built on these three.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dlab.memory.plan_table import Plan
 from dlab.transports import Transport
 from dlab.transports.checked import header
 
-PIECE = 512 << 10  # bytes of a rank's own tensor that are in its slot at a time; there is room for two
+PIECE = 512 << 10  # bytes of a private tensor that are in a slot at a time; there is room for two
 
 
 class SharedCollectives(SharedAllReduce):
-    """All-reduce and three more over the ranks of a host; `SharedCollectives.connect` makes it.
+    """All-reduce and three more collectives over the ranks of a host; made by `SharedCollectives.connect`.
 
     Tensors are contiguous, and of one size on all ranks. The pieces of private ones use the two halves of a slot in
-    turn. Nobody overwrites what another still reads: who fills a half again has passed the barrier after it, which a
-    reader enters when it is through.
+    turn. No rank overwrites what another still reads: before it fills a half again it has passed the barrier of the
+    other half, which a reader only reaches when it has finished.
     """
 
     ROOM = SharedAllReduce.ROOM + 2 * PIECE
@@ -39,7 +39,7 @@ class SharedCollectives(SharedAllReduce):
         self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], list[list[Any]]] = {}
 
     def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """The output becomes the tensors of all ranks, one after another. A rank reads (n-1)/n of it from others."""
+        """Write the tensors of all ranks into the output, one after another; a rank reads (n-1)/n of it from others."""
         plan, theirs, using, row = self._find("all-gather", tensor, "sum")
         length, result = tensor.numel(), using.view(output.view(-1))
         if theirs is not None:
@@ -60,7 +60,7 @@ class SharedCollectives(SharedAllReduce):
                 using.copy(result[start : start + len(piece)], slots[rank][0])
 
     def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor, op: str) -> None:
-        """The output becomes this rank's part of the combination of all tensors, cut as `tensor_split` cuts a row."""
+        """Write this rank's part of the combination of all tensors, cut like `tensor_split`, into the output."""
         plan, theirs, using, row = self._find("reduce-scatter", tensor, op)
         result, combine = using.view(output.view(-1)), using.combine
         if theirs is not None:
@@ -85,7 +85,7 @@ class SharedCollectives(SharedAllReduce):
         finish(result, op, self.size)
 
     def all_to_all(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Part r of the output becomes rank r's part for this rank, of n equal parts each."""
+        """Write rank r's part for this rank into part r of the output; all tensors have n equal parts."""
         plan, theirs, using, row = self._find("all-to-all", tensor, "sum")
         results = self._cut(using.view(output.view(-1)))
         if theirs is not None:
@@ -105,7 +105,7 @@ class SharedCollectives(SharedAllReduce):
     def _swap(
         self, parts: list[Any], dtype: torch.dtype, using: Tools, plan: Plan, take: Callable[[int, int, Any], None]
     ) -> None:
-        """Put down a piece of each part for its rank, and take what the others have put down for this one."""
+        """Write a piece of each part for its rank into the slot, and read what the others have written for this one."""
         step = _stride(self.size) // dtype.itemsize
         for begin in range(0, max(1, len(parts[0])), step):  # no part is longer than the first
             pieces = [part[begin : begin + step] for part in parts]
@@ -119,9 +119,9 @@ class SharedCollectives(SharedAllReduce):
     # --- where things are
 
     def _find(self, name: str, tensor: torch.Tensor, op: str) -> tuple[Plan, Any, Tools, torch.Tensor]:
-        """The plan; for a tensor in shared memory, what this rank reads of everyone's; the tools; the tensor as a row.
+        """Return the plan; for a shared tensor, what this rank reads of each rank's; the tools; the tensor as a row.
 
-        What is found for a tensor in shared memory is kept: to look for it takes longer than a small collective.
+        The result for a shared tensor is cached, because finding it takes longer than a small collective.
         """
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, name if op == "sum" else f"{name} {op}"
         if (known := self._known.get(key)) is not None and tensor.is_contiguous():
@@ -136,11 +136,11 @@ class SharedCollectives(SharedAllReduce):
         theirs = [
             using.view(part) for part in shared[0].rows(offset + begin * row.element_size(), row.dtype, end - begin)
         ]
-        self._known[key] = known = plan, theirs, using, row.new_empty(0)  # it would keep the tensor for ever
+        self._known[key] = known = plan, theirs, using, row.new_empty(0)  # the row itself would keep the tensor alive
         return known
 
     def _bounds(self, count: int, rank: int | None = None) -> tuple[int, int]:
-        """Where a rank's part of so many numbers begins and ends, this rank's by default; as `tensor_split` cuts."""
+        """Find where a rank's part of so many numbers begins and ends, like `tensor_split`; this rank's by default."""
         rank = self.rank if rank is None else rank
         length, longer = divmod(count, self.size)
         begin = rank * length + min(rank, longer)
@@ -150,7 +150,7 @@ class SharedCollectives(SharedAllReduce):
         return [whole[slice(*self._bounds(len(whole), rank))] for rank in range(self.size)]
 
     def _next_slots(self, dtype: torch.dtype, counts: tuple[int, ...], using: Tools) -> list[list[Any]]:
-        """By rank: the other half of its slot, with a region for each of these numbers of items."""
+        """Return, by rank, the other half of its slot, with a region for each of these numbers of items."""
         self._half = 1 - self._half
         key = self._half, dtype, counts
         if key not in self._views:
@@ -161,5 +161,5 @@ class SharedCollectives(SharedAllReduce):
 
 
 def _stride(regions: int) -> int:
-    """The bytes of half a slot that belong to one of so many regions."""
+    """Return the bytes of one of so many regions in half a slot."""
     return PIECE // regions // LINE * LINE

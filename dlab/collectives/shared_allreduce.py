@@ -1,7 +1,7 @@
-"""All-reduce where the tensors lie: a slot per rank in memory that all ranks see; nothing is sent.
+"""All-reduce in place, in memory that all ranks of a host share, with a slot per rank; nothing is sent.
 
-Each rank combines its own part of all slots, block by block so that a block stays in the cache, and writes the result
-back into every slot. Two barriers, and the memory traffic of one read and one write of each slot.
+Each rank combines its own part of all slots, in blocks that fit into the cache, and writes the result back into every
+slot. This costs two barriers, and the memory traffic of one read and one write of each slot.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dlab.memory.tensors import Arena, tensor_in
 from dlab.transports import Transport, share_memory
 from dlab.transports.checked import DTYPES, header
 
-BLOCK = 128 << 10  # bytes: small enough for the cache, large enough that Python does not count
+BLOCK = 128 << 10  # bytes: small enough for the cache, large enough to hide Python's overhead
 CHUNK = 1 << 20  # bytes of a private tensor that go through shared memory at a time
-SMALL = 128 << 10  # bytes up to which it is quicker that every rank adds up everything: one barrier instead of two
+SMALL = 128 << 10  # bytes up to which it is faster that every rank sums everything, with one barrier instead of two
 
 NAMES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "shared_empty")  # of collectives, for plans
-# a plan is what a rank brings: number of items, type, op, number of the arena, place in it, collective
-Block = tuple[Any, list[Any]]  # the same stretch of rank 0's slot and of the others', as the tools want it
-Slots = tuple[list[tuple[int, int]], list[list[Any]]]  # begin and end of each part; by rank and part, its place
-Key = tuple[int, int, torch.dtype, str]  # where, number of items, type, op
+# a plan holds the number of items, their type, the op, the number of the arena, the offset in it, and the collective
+Block = tuple[Any, list[Any]]  # the same block of one rank's slot and of the others', as the tools' views
+Slots = tuple[list[tuple[int, int]], list[list[Any]]]  # begin and end of each part; by rank and part, its region
+Key = tuple[int, int, torch.dtype, str]  # address, number of items, type, op
 F = TypeVar("F", bound="SharedAllReduce")
 
 
 def _name(plan: Plan) -> str:
-    """`an all-reduce`, `a reduce-scatter`, `shared_empty`."""
+    """Name the collective of a plan: `an all-reduce`, `a reduce-scatter`, `shared_empty`."""
     name = NAMES[plan[5]]
     return name if name == "shared_empty" else f"{'an' if name[0] == 'a' else 'a'} {name}"
 
 
 def _compare(mine: int, plan: Plan, theirs: int, other: Plan) -> str:
-    """How the plans of two ranks differ."""
+    """Describe how the plans of two ranks differ, for an error message."""
     if other[5] == plan[5]:
         return (
             f"rank {mine} brings {_tell(plan)} to {_name(other)} and rank {theirs} {_tell(other)}: "
@@ -58,31 +58,31 @@ def _tell(plan: Plan) -> str:
 
 
 class SharedAllReduce:
-    """All-reduce through arenas, for ranks on one host; `SharedAllReduce.connect` makes it."""
+    """All-reduce through shared memory, for ranks on one host; made by `SharedAllReduce.connect`."""
 
-    ROOM = CHUNK + 2 * SMALL  # bytes of a slot for what goes through it
+    ROOM = CHUNK + 2 * SMALL  # bytes of a slot for private tensors
 
     def __init__(self, memory: memoryview, transport: Transport, timeout: float) -> None:
         self.rank, self.size, self.transport = transport.rank, transport.size, transport
         self.table = PlanTable(memory, self.rank, transport.members, timeout, _name, _compare)
         self.table.peers.together = transport.peers is not None and transport.peers.together
         self._scratch = Arena(memory[PlanTable.room(self.size) :], self.ROOM, self.size)
-        self._turn = 0  # small tensors use two places in turn
-        self._arenas: dict[int, Arena] = {}  # by the address of my slot
+        self._turn = 0  # small tensors use two regions in turn
+        self._arenas: dict[int, Arena] = {}  # by the address of this rank's slot
         self._made = 0
-        # what was worked out for a tensor that lies in an arena: making views takes longer than using them
-        self._known: dict[Key, Any] = {}  # by where it lies, its length and type, and what is done
+        # what was prepared for a tensor in an arena is cached: making views takes longer than using them
+        self._known: dict[Key, Any] = {}  # by its address, length and type, and the operation
         self._slots: dict[tuple[int, torch.dtype], Slots] = {}  # of private tensors' chunks
         self._small: dict[Key, tuple[Plan, list[Any], Tools]] = {}
 
     @classmethod
     def connect(cls: type[F], transport: Transport, timeout: float = 600.0) -> F | None:
-        """Every rank must call it. None if the ranks are not on one host."""
+        """Connect all ranks, each of which must call it; None if they are not on one host."""
         memory = share_memory(transport, PlanTable.room(transport.size) + Arena.room(cls.ROOM, transport.size))
         return None if memory is None else cls(memory, transport, timeout)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that all-reduce need not copy. Every rank must call it."""
+        """Allocate a tensor that all-reduce need not copy; every rank must call it."""
         count = prod(shape)
         nbytes = count * dtype.itemsize
         self.table.meet((count, DTYPES.index(dtype), 0, 0, 0, NAMES.index("shared_empty")))
@@ -96,17 +96,17 @@ class SharedAllReduce:
         return tensor_in(slot, dtype, count).view(shape)
 
     def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor for all ranks: what one writes, all read. Every rank must call it."""
+        """Allocate one tensor that all ranks share, so that all read what one writes; every rank must call it."""
         return tensor_in(self._share(pages(count * dtype.itemsize)), dtype, count)
 
     def _share(self, nbytes: int) -> memoryview:
-        """More memory, between ranks that are known to share it. Every rank must call it."""
+        """Allocate more memory between these ranks, which can share it; every rank must call it."""
         memory = share_memory(self.transport, nbytes)
         assert memory is not None
         return memory
 
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor from `empty`, or a stretch of one, in the slots of all ranks; any other is refused."""
+        """Return a tensor from `empty`, or a part of one, in the slots of all ranks; any other is refused."""
         row, _ = prepare(tensor, "sum")
         found = self.find(row)
         if found is None:
@@ -115,7 +115,7 @@ class SharedAllReduce:
         return arena.rows(offset, row.dtype, row.numel())
 
     def find(self, row: torch.Tensor) -> tuple[Arena, int] | None:
-        """The arena in which a row of numbers lies, and where in it."""
+        """Return the arena that holds a flat tensor, and the offset in it; None if it is private."""
         address, nbytes = row.data_ptr(), row.numel() * row.element_size()
         for start, arena in self._arenas.items():
             if nbytes and start <= address and address + nbytes <= start + arena.nbytes:
@@ -127,7 +127,7 @@ class SharedAllReduce:
         self._known = {key: known for key, known in self._known.items() if not start <= key[0] < end}
 
     def allreduce(self, tensor: torch.Tensor, op: str) -> None:
-        """In place, on a contiguous tensor."""
+        """Reduce a contiguous tensor over all ranks, in place."""
         known: tuple[Plan, list[Block], Tools] | None = None
         if tensor.layout == torch.strided and tensor.is_contiguous():
             known = self._known.get((tensor.data_ptr(), tensor.numel(), tensor.dtype, op))
@@ -145,13 +145,13 @@ class SharedAllReduce:
             self._reduce_private(row, op)
 
     def _reduce_shared(self, plan: Plan, blocks: list[Block], using: Tools, op: str) -> None:
-        """Tensors in an arena: everyone combines its own part of all of them, where they are."""
+        """Reduce tensors in an arena: each rank combines its own part of all of them in place."""
         self.table.meet(plan)
         reduce_blocks(blocks, using, op)
         self.table.meet()
 
     def _look_up(self, tensor: torch.Tensor, op: str) -> tuple[Plan, list[Block], Tools] | None:
-        """For a tensor in an arena: the plan, the same block of every slot for each block of my part, and the tools."""
+        """Return the plan, the blocks of this rank's part in every slot, and the tools; None for a private tensor."""
         found = self.find(tensor)
         if found is None:
             return None
@@ -163,9 +163,10 @@ class SharedAllReduce:
         return known
 
     def _reduce_small(self, row: torch.Tensor, op: str) -> None:
-        """A small tensor of a rank's own: all put theirs down, and everyone adds up all of them, in the same order.
+        """Reduce a small private tensor: all ranks write theirs, and each sums all of them in the same order.
 
-        The next one goes to another place, and the one after that is safe: who meets again has read the first.
+        The next call uses another region, and the one after that this one again: by then all ranks have passed the next
+        barrier, and so have read it.
         """
         self._turn = 1 - self._turn
         key = (self._turn, row.numel(), row.dtype, op)
@@ -182,10 +183,10 @@ class SharedAllReduce:
         finish(mine, op, self.size)
 
     def _reduce_private(self, row: torch.Tensor, op: str) -> None:
-        """A tensor of a rank's own: others' parts of it go into my slot, and what they make of them comes back.
+        """Reduce a private tensor: each rank writes the others' parts into its slot, and reads back their results.
 
-        Chunk by chunk, so that the slots stay in the cache. I read what is mine where it is. A part has the same place
-        in a slot for every chunk, so I may fill in the next one while others still fetch my part of the last.
+        This is done in chunks, so that the slots stay in the cache. A rank reads its own part in place. A part has the
+        same region of a slot in every chunk, so a rank may write the next chunk while others still read its result.
         """
         plan = (*header(row), OPS.index(op), 0, 0, 0)
         using, others = tools(row.dtype, op), [rank for rank in range(self.size) if rank != self.rank]
@@ -208,7 +209,7 @@ class SharedAllReduce:
                 copy(parts[other], slots[other][other])
 
     def _slots_for(self, count: int, dtype: torch.dtype, using: Tools) -> Slots:
-        """Where the parts of a chunk begin and end; and every rank's slot, with a region for each part."""
+        """Return where the parts of a chunk begin and end, and every rank's slot, with a region for each part."""
         if (count, dtype) not in self._slots:
             bounds = [(count * part // self.size, count * (part + 1) // self.size) for part in range(self.size)]
             regions = [
@@ -221,13 +222,13 @@ class SharedAllReduce:
 
 
 def blocks_of(parts: list[torch.Tensor], using: Tools) -> list[Block]:
-    """The same part of every slot, cut into blocks that stay in the cache."""
+    """Cut the same part of every slot into blocks that fit into the cache."""
     cuts = [map(using.view, part.split(BLOCK // part.element_size())) for part in parts]
     return [(first, others) for first, *others in zip(*cuts, strict=True) if len(first)]
 
 
 def reduce_blocks(blocks: list[Block], using: Tools, op: str, spread: bool = True) -> None:
-    """Combine each block of all slots in the first of them; `spread` writes it back into the others."""
+    """Combine each block of all slots in the first of them; with `spread`, copy the result to the others."""
     _, combine, copy = using
     for first, others in blocks:
         for other in others:
@@ -239,5 +240,5 @@ def reduce_blocks(blocks: list[Block], using: Tools, op: str, spread: bool = Tru
 
 
 def _region(size: int) -> int:
-    """The bytes of a slot that belong to one rank's part."""
+    """Return the bytes of a slot for one rank's part."""
     return CHUNK // size // PAGE * PAGE

@@ -1,4 +1,4 @@
-"""KVStore and parameter servers: weights live with servers, workers push gradients and pull weights.
+"""KVStore and parameter servers: servers keep the weights; workers push gradients to them and pull weights.
 
 Taught in `05_parameter_server.ipynb` and `06_gradient_compression.ipynb`.
 """
@@ -38,13 +38,13 @@ TYPES: dict[str, type[LocalStore] | type[DistStore]] = {
 
 
 def create(type: str = "local") -> KVStore:
-    """A store of one of five types; every worker must call it.
+    """Create a store of one of five types; every worker must call it.
 
-    `local` and `device`: in this process. `dist_sync`: on servers, which wait for the gradients of all workers, so n
-    workers with batches of b learn as one with a batch of n * b. `dist_async`: on servers, which update as soon as a
-    gradient has come, one after another. `dist_device_sync`: as `dist_sync`, but added up and updated on the workers'
-    own devices, by all-reduce. A cluster has servers if it was made with them: `dlab.Cluster(4, servers=2)`; under
-    torchrun, `dlab.kvstore.run` lets some of the ranks serve.
+    `local` and `device`: in this process. `dist_sync`: on servers that wait for the gradients of all workers, so n
+    workers with batches of b learn like one with a batch of n * b. `dist_async`: on servers that apply each gradient
+    as soon as it arrives, one after another. `dist_device_sync`: like `dist_sync`, but without servers: gradients are
+    summed by all-reduce, and each worker updates its own copy. Make a cluster with servers by
+    `dlab.Cluster(4, servers=2)`; under torchrun, `dlab.kvstore.run` makes servers of some of the ranks.
 
     >>> kv = dlab.kvstore.create("dist_sync")
     >>> kv.init("w", torch.ones(3))

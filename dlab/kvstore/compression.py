@@ -1,7 +1,7 @@
-"""Gradients in fewer bytes: what a code cannot say is kept, and added to the next. See `06_gradient_compression.ipynb`.
+"""Compress gradients; what a code loses is kept and added to the next gradient. See `06_gradient_compression.ipynb`.
 
-All work goes by blocks that stay in the cache, and by tables and whole words instead of bits: 1 GB of gradient in a
-second is the least (`make bench`).
+The work is done in blocks that fit into the cache, with tables and whole words instead of single bits: at least 1 GB
+of gradients per second (`make bench`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-_BLOCK = 1 << 16  # values: a block of them, and what is made of it, stays in the cache of a core
-_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000  # the bits of a float32 but its sign; those of infinity
+_BLOCK = 1 << 16  # values: a block of them and its code fit into the cache of a core
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000  # the bits of a float32 without its sign; those of infinity
 
 
 class Compression(ABC):
-    """A way to write a float32 gradient in fewer bytes. It holds nothing of any gradient: that is in the residual.
+    """A way to write a float32 gradient in fewer bytes; it has no state of its own.
 
-    What was not sent stays there and is sent later (error feedback): over many steps a receiver gets the sum of all
-    gradients, less the last residual. A value that is not finite leaves no residual, so it does harm only once.
+    What was not sent stays in the residual and is sent later (error feedback): over many steps a receiver gets the sum
+    of all gradients, less the last residual. A value that is not finite leaves no residual, so it does harm only once.
 
     >>> two_bit, residual, code = TwoBit(0.5), torch.zeros(3), torch.empty(4, dtype=torch.uint8)
     >>> two_bit.encode(torch.tensor([0.75, -0.5, 0.25]), residual, code)
@@ -44,19 +44,19 @@ class Compression(ABC):
 
     @abstractmethod
     def nbytes(self, count: int) -> int:
-        """What `count` values take on the transport."""
+        """Return the number of bytes in which `count` values are sent."""
 
     def encode(self, gradient: Tensor, residual: Tensor, code: Tensor) -> None:
-        """Write gradient + residual into the code, and leave in the residual what the code does not say."""
+        """Write gradient + residual into the code, and leave in the residual what the code has lost."""
         self._check(gradient, code)
         self._check(residual, code)
         if gradient.shape != residual.shape:
             raise ValueError(f"{len(gradient)} values cannot use a residual of {len(residual)}: keep one per gradient")
-        with np.errstate(over="ignore", invalid="ignore"):  # infinity less infinity is no reason to warn
+        with np.errstate(over="ignore", invalid="ignore"):  # no warning for infinity minus infinity
             self._encode(gradient.detach().numpy(), residual.detach().numpy(), code.numpy())
 
     def decode(self, code: Tensor, out: Tensor) -> None:
-        """Overwrite `out` with what was sent."""
+        """Overwrite `out` with the values of a code."""
         self._check(out, code)
         self._decode(code.numpy(), out.detach().numpy())
 
@@ -75,17 +75,17 @@ class Compression(ABC):
 
 
 class _PerValue(Compression):
-    """Every value has a code of `bits` bits. Words of 32 bits are filled up with zeros."""
+    """Every value has a code of `bits` bits; the last word of 32 bits is padded with zeros."""
 
     bits: ClassVar[int]
 
     def nbytes(self, count: int) -> int:
-        """Whole words of 32 bits."""
+        """Return the number of bytes in whole words of 32 bits."""
         return 4 * -(-count * self.bits // 32)
 
     def _encode(self, gradient: Floats, residual: Floats, code: Bytes) -> None:
         sent = np.empty(min(_BLOCK, len(gradient)), np.float32)
-        code[-4:] = 0  # the last word may be filled in part
+        code[-4:] = 0  # the last word may be only partly filled
         for start in range(0, len(gradient), _BLOCK):
             value, codes = residual[start : start + _BLOCK], code[start * self.bits // 8 :]
             value += gradient[start : start + _BLOCK]
@@ -101,18 +101,18 @@ class _PerValue(Compression):
 
     @abstractmethod
     def _pack(self, value: Floats, code: Bytes) -> None:
-        """Write a block to the begin of `code`."""
+        """Write a block to the beginning of `code`."""
 
     @abstractmethod
     def _unpack(self, code: Bytes, out: Floats) -> None:
-        """Read a block from the begin of `code`."""
+        """Read a block from the beginning of `code`."""
 
 
 @dataclass(frozen=True)
 class TwoBit(_PerValue):
-    """Values of at least the threshold t send t, those of at most -t send -t, others 0: a sixteenth of the bytes.
+    """Sends t for values of at least the threshold t, -t for those of at most -t, else 0: 1/16 of the bytes.
 
-    Codes 11, 10 and 00, the first value in the top bits of the first byte. nan sends 0, infinity t.
+    The codes are 11, 10 and 00, the first value in the top bits of the first byte. nan is sent as 0, infinity as t.
     """
 
     threshold: float = 0.5
@@ -128,7 +128,7 @@ class TwoBit(_PerValue):
         np.greater_equal(value, t, out=signs[0, :count])
         np.less_equal(value, -t, out=signs[1, :count])
         signs[:, count:] = False
-        up, down = signs.view("<u4")  # four values a word: the product has their codes side by side in its top byte
+        up, down = signs.view("<u4")  # four values per word; the product has their codes side by side in its top byte
         code[: len(up)] = (3 * up + 2 * down) * (1 + 2**10 + 2**20 + 2**30) >> 24
 
     def _unpack(self, code: Bytes, out: Floats) -> None:
@@ -138,9 +138,9 @@ class TwoBit(_PerValue):
 
 @dataclass(frozen=True)
 class OneBit(_PerValue):
-    """Values above the threshold send 1, all others -1: a thirty-second of the bytes.
+    """Sends 1 for values above the threshold, -1 for all others: 1/32 of the bytes.
 
-    The first value is the top bit of the first byte. nan sends -1, for it is above nothing.
+    The first value is the top bit of the first byte. nan is sent as -1, since it is not above the threshold.
     """
 
     threshold: float = 0.0
@@ -159,12 +159,12 @@ class OneBit(_PerValue):
 
 @dataclass(frozen=True)
 class BFloat16(_PerValue):
-    """The upper half of a float32, rounded: half of the bytes. nan and infinity are sent as they are."""
+    """Sends the upper half of each float32, rounded: half of the bytes. nan and infinity are sent as they are."""
 
     name, bits = "bfloat16", 16
 
     def nbytes(self, count: int) -> int:
-        """Two bytes for each value."""
+        """Return two bytes for each value."""
         return 2 * count
 
     def _pack(self, value: Floats, code: Bytes) -> None:
@@ -176,10 +176,10 @@ class BFloat16(_PerValue):
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The largest magnitudes as they are, nothing of the others: int32 positions, in order, then the float32 values.
+    """Sends only the values of largest magnitude: their int32 positions, in order, then the float32 values.
 
-    That is 2 * ratio of the bytes. Of equal magnitudes the first are sent. Infinity is larger than any number and nan
-    larger still: they are sent as they are. The larger the ratio, the longer it takes to choose.
+    That is 2 * ratio of the bytes. Of equal magnitudes the first are sent. Infinity counts as larger than any number
+    and nan as larger still; both are sent as they are. The larger the ratio, the longer the selection takes.
     """
 
     ratio: float = 0.01
@@ -190,7 +190,7 @@ class TopK(Compression):
             raise ValueError(f"topk cannot have the ratio {self.ratio!r}: use a share above 0, up to 1, such as 0.01")
 
     def nbytes(self, count: int) -> int:
-        """Eight for each value that is sent."""
+        """Return eight bytes for each value that is sent."""
         return 8 * math.ceil(self.ratio * count)
 
     def _encode(self, gradient: Floats, residual: Floats, code: Bytes) -> None:
@@ -208,19 +208,19 @@ class TopK(Compression):
 
 
 def _largest(bits: NDArray[np.int32], wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The positions of the largest magnitudes, and of all that are not finite.
+    """Return the positions of the largest magnitudes, and of all values that are not finite.
 
-    Without its sign a float32 is in order as a whole number too, nan above infinity. A sample guesses a bound that a
-    few more than the wanted will reach, and only those are compared with each other.
+    Without their signs, float32 numbers have the same order as their bits read as integers, with nan above infinity. A
+    sample estimates a bound that slightly more values than wanted reach, and only those are compared with each other.
     """
     sample = bits[:: (len(bits) >> 14) | 1] & _MAGNITUDE
     expected = wanted * len(sample) / len(bits)
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))  # four standard deviations to spare
-    bound = min(max(1, np.partition(sample, -rank)[-rank]), _INFINITY)  # 1: not even a sparse gradient brings its zeros
+    bound = min(max(1, np.partition(sample, -rank)[-rank]), _INFINITY)  # at least 1: zeros need not be compared
     starts = range(0, len(bits), _BLOCK)
     near = np.concatenate([np.flatnonzero(bits[at : at + _BLOCK] & _MAGNITUDE >= bound) + at for at in starts])
     enough = len(near) >= wanted
-    if not enough:  # the guess was wrong, or so few are not 0
+    if not enough:  # the estimate was wrong, or too few are not 0
         near = np.arange(len(bits))
     magnitude = bits[near] & _MAGNITUDE
     least = np.partition(magnitude, -wanted)[-wanted] if enough or bound > 1 else 0
@@ -231,14 +231,14 @@ def _largest(bits: NDArray[np.int32], wanted: int) -> tuple[NDArray[np.intp], ND
 
 @cache
 def _table(values: tuple[float, ...]) -> Floats:
-    """By byte: the values of the codes in it, the first in the top bits."""
+    """Return, for each byte, the values of the codes in it, the first in the top bits."""
     bits = len(values).bit_length() - 1
     codes = (np.arange(256)[:, None] >> np.arange(8 - bits, -1, -bits)) & (len(values) - 1)
     return np.array(values, np.float32)[codes]
 
 
 def _look_up(table: Floats, code: Bytes, out: Floats) -> None:
-    """Fill `out` with the rows of the table that the bytes of the code name, and a part of the last row."""
+    """Fill `out` with the table's rows for the bytes of the code; the last row may be used in part."""
     width = table.shape[1]
     whole, rest = divmod(len(out), width)
     np.take(table, code[:whole], axis=0, out=out[: len(out) - rest].reshape(whole, width), mode="clip")
@@ -247,13 +247,13 @@ def _look_up(table: Floats, code: Bytes, out: Floats) -> None:
 
 
 def _float32(value: Any) -> float:
-    """The number that values are compared with, and that is sent."""
+    """Round a threshold to float32, as values are compared with it and as it is sent."""
     with np.errstate(over="ignore"):
         return float(np.float32(_number(value)))
 
 
 def _number(value: Any) -> float:
-    """Passes no test if it is none."""
+    """Return a number as a float, and anything else as nan, which fails every comparison."""
     return float(value) if isinstance(value, Real) else math.nan
 
 
@@ -261,7 +261,7 @@ KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (TwoBit, OneB
 
 
 def parse_compression(params: Mapping[str, Any] | str | Compression | None) -> Compression | None:
-    """As MXNet writes it, `{"type": "2bit", "threshold": 0.5}`, or only the type, `"2bit"`; None compresses nothing."""
+    """Make a compression from MXNet's `{"type": "2bit", "threshold": 0.5}` or from `"2bit"`; None means none."""
     if params is None or isinstance(params, Compression):
         return params
     options = dict(params) if isinstance(params, Mapping) else {"type": params}

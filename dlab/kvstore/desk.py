@@ -1,4 +1,4 @@
-"""The desk: memory that the workers and the servers of a cluster share, and nobody else uses."""
+"""The desk: memory that the workers and the servers of a cluster share, and no other process uses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dlab.memory.mapping import map_file, new_file
 
 
 class Desk:
-    """Memory between workers and servers: an area for each of them, which it lays out as it likes, after a front.
+    """Memory between workers and servers: a front, then an area for each process, which allocates from it.
 
-    An area is far larger than what will be in it: pages that nobody has touched cost nothing.
+    An area is far larger than its contents will be, because pages that were never touched cost nothing.
     """
 
     AREA = 1 << 34
@@ -23,16 +23,16 @@ class Desk:
 
     @classmethod
     def size(cls, processes: int) -> int:
-        """Bytes for so many processes."""
+        """Return the number of bytes for so many processes."""
         return Front.ROOM + processes * cls.AREA
 
     def clear(self) -> None:
-        """All zeros again, and nothing kept; while no worker runs."""
+        """Set all bytes to zero and free the memory; call it only while no worker runs."""
         os.truncate(self.file, 0)
         os.truncate(self.file, self._size)
 
     def map(self) -> memoryview:
-        """As this process sees it."""
+        """Map the memory into this process."""
         return map_file(self.file, self._size)
 
     def end(self) -> None:

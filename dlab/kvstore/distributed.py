@@ -1,4 +1,4 @@
-"""A key-value store on servers: what a worker pushes and pulls goes to the servers that keep its keys.
+"""A key-value store on servers: a worker pushes to and pulls from the servers that keep the keys.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -27,16 +27,16 @@ from dlab.transports import Recorder, Transport
 
 
 class Shelf:
-    """A part of a key as a worker sees it: where to lay things down for the server that keeps it."""
+    """A part of a key as a worker sees it, with the slot through which it passes gradients to the server."""
 
     def __init__(self, part: Part, number: int, place: GradientSlot) -> None:
         self.part, self.number, self.place = part, number, place
         self.pushes = 0
-        self.copies: dict[int, torch.Tensor] = {}  # the server's, by where they are
+        self.copies: dict[int, torch.Tensor] = {}  # the server's versions, by offset
 
 
 class DistStore(KVStore):
-    """The types `dist_sync` and `dist_async`: keys are kept by servers."""
+    """The types `dist_sync` and `dist_async`, whose keys are kept by servers."""
 
     def __init__(self, type: str, timeout: float = 600.0, transport: Transport | None = None) -> None:
         super().__init__(type)
@@ -51,19 +51,19 @@ class DistStore(KVStore):
         self._transport = transport or context.transport()
         self._bound = AT_ONCE if type.endswith("_async") else ROUND
         self._shelves: dict[Key, list[Shelf]] = {}
-        self._rows: dict[Key, int] = {}  # elements of a row, of keys that are not cut within rows
-        self._updates = False  # is there an updater?
-        self.big = BIG  # elements of a key that is cut over all servers
+        self._rows: dict[Key, int] = {}  # elements per row, for keys that are not cut within rows
+        self._updates = False  # whether there is an updater
+        self.big = BIG  # elements from which a key is divided among all servers
 
     def barrier(self) -> None:
-        """Wait for all workers, and until servers have taken in what they have pushed."""
+        """Wait for all workers, and until the servers have taken all their requests."""
         for server, queue in enumerate(self._channels.queues):
             self._wait(server, queue.posted, "take its requests")
         self._transport.barrier()
 
     @property
     def parts(self) -> list[Part]:
-        """Which server keeps what."""
+        """Which server keeps which elements of which key."""
         return [shelf.part for shelves in self._shelves.values() for shelf in shelves]
 
     # keys
@@ -95,12 +95,12 @@ class DistStore(KVStore):
         self._tell_all({"compression": params})
 
     def turn(self, **numbers: float) -> None:
-        """Change numbers of the optimizer, such as its learning rate, from now on; one worker is enough."""
+        """Change hyperparameters of the optimizer, such as the learning rate; one worker's call is enough."""
         for server in range(self.num_servers):
             self._tell(server, Op.SET, {"store": self._number, "turn": numbers})
 
     def _tell_all(self, what: dict[str, Any]) -> None:
-        """All servers, by the first worker; nobody goes on before they know."""
+        """Send settings to all servers (rank 0 only), and wait with all workers until the servers have them."""
         if self._transport.rank == 0:
             for server in range(self.num_servers):
                 self._tell(server, Op.SET, {"store": self._number, **what})
@@ -126,7 +126,7 @@ class DistStore(KVStore):
         self._record("push", key, shelf, nbytes, start, to_server=True)
 
     def _cut(self, key: Key, total: torch.Tensor) -> Iterator[tuple[Shelf, torch.Tensor | None, torch.Tensor]]:
-        """A piece for each part of the key; of a sparse one its rows, with their numbers there."""
+        """Yield the piece of a gradient for each part of the key; for a sparse one, rows and their numbers there."""
         if not total.is_sparse:
             flat = total.reshape(-1)
             for shelf in self._shelves[key]:
@@ -139,7 +139,7 @@ class DistStore(KVStore):
             yield shelf, inside, values[here]
 
     def _by_rows(self, key: Key, numbers: torch.Tensor) -> Iterator[tuple[Shelf, torch.Tensor, torch.Tensor]]:
-        """For each part: which of these rows are in it, and their numbers there."""
+        """Yield for each part which of these rows are in it, and their numbers there."""
         row = self._row(key)
         for shelf in self._shelves[key]:
             first, last = shelf.part.begin // row, shelf.part.end // row
@@ -149,13 +149,13 @@ class DistStore(KVStore):
     def _row(self, key: Key) -> int:
         if key not in self._rows:
             raise ValueError(
-                f"key {key!r} is cut over {self.num_servers} servers within its rows: "
-                f"call kv.init({key!r}, value, rows=True) to have it cut between them"
+                f"key {key!r} is divided among {self.num_servers} servers within its rows: "
+                f"call kv.init({key!r}, value, rows=True) to divide it between rows"
             )
         return self._rows[key]
 
     def _lay(self, key: Key, shelf: Shelf, part: torch.Tensor, numbers: torch.Tensor | None) -> tuple[int, int, int]:
-        """Put it where the server will read it: how, how many rows, how many bytes."""
+        """Write a gradient where the server will read it; returns its kind, its number of rows, and its bytes."""
         if numbers is not None:
             there, values = rows_in(shelf.place, len(numbers), part.shape, part.dtype)
             there.copy_(numbers)
@@ -186,7 +186,7 @@ class DistStore(KVStore):
             if not len(numbers):
                 continue
             start = time.time()
-            self._wait_until_applied(shelf)  # the numbers go where a gradient may still be
+            self._wait_until_applied(shelf)  # the row numbers overwrite the slot of the gradient
             there, got = rows_in(shelf.place, len(numbers), out.shape, out.dtype)
             there.copy_(numbers)
             lays = (shelf.place.begin, there.nbytes)
@@ -197,11 +197,13 @@ class DistStore(KVStore):
             self._record("pull", key, shelf, there.nbytes + got.nbytes, start, to_server=False)
         out.copy_(found[where])
 
-    # for strategies, which know what they do
+    # for strategies: without checks
 
     def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
-        """The newest value, flat, to be read only, until it is pulled again: where the server has it, if it is one;
-        of several, or for a GPU, it is pulled into `own`."""
+        """Return the newest value, flat and read-only, valid until the next pull.
+
+        With one server it is the server's own memory; with several, or for a GPU, it is pulled into `own`.
+        """
         (shelf, *others) = self._shelves[key]
         if others or not own.is_cpu:
             self._pull(key, [own])
@@ -213,10 +215,10 @@ class DistStore(KVStore):
         return found
 
     def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int, left_out: Sequence[Interval] = ()) -> None:
-        """Push a gradient that comes in flat pieces, one after another, each copied once.
+        """Push a gradient that is given in consecutive flat pieces; each is copied once.
 
-        `left_out` are the intervals of the whole for which there is no gradient: the optimizer leaves alone what all
-        workers have left out, and what is left out by some counts as zeros.
+        `left_out` are the intervals of the whole for which there is no gradient: the optimizer does not touch what all
+        workers have left out, and what only some have left out counts as zeros.
         """
         counts = [piece.numel() for piece in pieces]
         ends = list(accumulate(counts))
@@ -246,7 +248,7 @@ class DistStore(KVStore):
     def _lay_left_out(
         self, shelf: Shelf, left_out: Sequence[Interval], kind: int, _: int, nbytes: int
     ) -> tuple[int, int, int]:
-        """Behind the gradient, what of this part it leaves out."""
+        """Write the intervals that are left out of this part behind the gradient."""
         first, last = shelf.part.begin, shelf.part.end
         here = [(begin - first, end - first) for begin, end in overlap(left_out, [(first, last)])]
         spans = shelf.place.spans_after(nbytes, len(here))
@@ -256,7 +258,7 @@ class DistStore(KVStore):
 
     @contextmanager
     def _keeping_residual(self, key: Key, shelf: Shelf, left_out: Sequence[Interval]) -> Iterator[None]:
-        """What is left out is not sent, so what compression has not sent of it stays as it is."""
+        """Keep the residual of what is left out, since none of it is sent."""
         residual = self._residuals.get((key, self._shelves[key].index(shelf))) if left_out else None
         before = None if residual is None else residual.clone()
         yield
@@ -266,10 +268,10 @@ class DistStore(KVStore):
                 residual[begin - first : end - first] = before[begin - first : end - first]
 
     def slots(self, key: Key) -> list[tuple[torch.Tensor, int]]:
-        """What the optimizer remembers of a key, flat, and after how many steps; for a checkpoint."""
+        """Return the optimizer's state tensors of a key, flat, each with its number of steps; for a checkpoint."""
         found: list[tuple[torch.Tensor, int]] = []
         while True:
-            pieces, reply = [], 0  # the largest: of a part that was never updated there is nothing to tell
+            pieces, reply = [], 0  # the largest reply counts: a part that was never updated replies 0
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
                 gets = (shelf.place.begin, shelf.place.gradient.nbytes)
@@ -279,11 +281,11 @@ class DistStore(KVStore):
                 pieces.append(shelf.place.gradient.clone())
             if not reply:
                 uniform = not found or bool((found[-1][0] == found[-1][0][0]).all())
-                return found[:-1] if uniform else found  # the last tells how often each weight was updated
+                return found[:-1] if uniform else found  # the last one counts the updates of each weight
             found.append((torch.cat(pieces), reply - 1))
 
     def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """The opposite, with the value; by one worker, while the others wait."""
+        """Load a value and the optimizer's state from a checkpoint; one worker calls it while the others wait."""
         for kind, number, (content, steps) in [(VALUE, 0, (value, 0)), *((SLOT, *each) for each in enumerate(slots))]:
             for shelf in self._shelves[key]:
                 self._wait_until_applied(shelf)
@@ -294,17 +296,17 @@ class DistStore(KVStore):
                 self._wait_until_applied(shelf)
 
     def staleness(self, key: Key) -> list[int]:
-        """Of the last push, by the server of each part: updates between the pull that it was computed on and it."""
+        """Return, for each part, the number of updates between the last push and the pull that it was computed on."""
         return [shelf.place.staleness for shelf in self._shelves[key]]
 
     def clock(self, clock: int, bound: int | None) -> int:
-        """Begin step number `clock`, as soon as nobody who lives is more than `bound` steps behind; None is any."""
+        """Begin step `clock` as soon as no live worker is more than `bound` steps behind (None: no bound)."""
         number = self._ask(0, Op.CLOCK, 0, clock + (self._channels.epoch << 42), -1 if bound is None else bound)
         self._wait(0, number, f"let it begin step {clock}")
         return self._channels.queues[0].reply(number)
 
     def meet(self, clock: int) -> list[int]:
-        """A barrier of all workers that live, after which all that they have pushed is in the values; gives them."""
+        """Wait for all live workers, and until all their pushes are applied; returns these workers."""
         for shelves in self._shelves.values():
             for shelf in shelves:
                 self._wait_until_applied(shelf)
@@ -314,19 +316,19 @@ class DistStore(KVStore):
     # asking and waiting
 
     def _ask(self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING) -> int:
-        """As soon as there is room for one more request; gives the number to wait for."""
+        """Post a request as soon as the queue has room; returns the number to wait for."""
         queue = self._channels.queues[server]
         if queue.posted - queue.served >= queue.DEPTH:
             self._wait(server, queue.posted - queue.DEPTH + 1, "take its requests")
         return self._channels.ask(server, op, part, *numbers, lays=lays, gets=gets)
 
     def _ask_for(self, shelf: Shelf) -> int:
-        """The weights, which are where the server will tell."""
+        """Ask for the weights; the server's reply is their offset."""
         gets = (0, shelf.place.gradient.nbytes)
         return self._ask(shelf.part.server, Op.PULL, shelf.number, DENSE, 0, gets=gets)
 
     def _found(self, shelf: Shelf, number: int) -> torch.Tensor:
-        """Where the server has told that the weights are."""
+        """Return the weights at the offset that the server has replied."""
         offset = self._channels.queues[shelf.part.server].reply(number)
         if offset not in shelf.copies:
             shelf.copies[offset] = self._channels.tensor(
@@ -336,7 +338,7 @@ class DistStore(KVStore):
 
     def _tell(self, server: int, op: Op, what: dict[str, Any], lays: Span = NOTHING) -> None:
         queue = self._channels.queues[server]
-        self._wait(server, queue.posted, "take its requests")  # the text of the last one is still there
+        self._wait(server, queue.posted, "take its requests")  # the queue holds one text at a time
         number = self._channels.ask(server, op, 0, lays=lays, text=queue.write(what))
         subject = f"key {what['key']!r}" if op == Op.INIT else "an optimizer, a compression or a learning rate"
         self._wait(server, number, f"take in {subject}")
@@ -346,7 +348,7 @@ class DistStore(KVStore):
         if queue.served < number:
             self._wait_for(server, what, lambda: queue.served >= number)
         if queue.generation != queue.known:
-            raise ConnectionError(f"server {server} has died, and another one is in its place")
+            raise ConnectionError(f"server {server} has died and was replaced")
 
     def _wait_until_applied(self, shelf: Shelf) -> None:
         if shelf.place.applied < shelf.pushes:
@@ -360,13 +362,13 @@ class DistStore(KVStore):
             try:
                 wait()
             except ConnectionError:
-                if not done():  # the last that it did
+                if not done():  # it may have answered before it died
                     raise
             if self._channels.over and not done():
                 raise ConnectionError(f"{peers.complaint(*whom)}, which has ended")
 
     def _record(self, phase: str, key: Key, shelf: Shelf, nbytes: int, start: float, to_server: bool) -> None:
-        """As a message between this worker and the server."""
+        """Record a message between this worker and the server."""
         if isinstance(self._transport, Recorder):
             ends = (self.rank, self.num_workers + shelf.part.server)
             self._transport.label(f"{phase} {key}", self._shelves[key].index(shelf))
@@ -374,8 +376,8 @@ class DistStore(KVStore):
 
 
 def _flat(target: torch.Tensor) -> torch.Tensor:
-    """A view of all its elements, also of a parameter that needs gradients."""
+    """Return a flat view of a tensor, detached so that it can be written."""
     target = target.detach()
     if not target.is_contiguous():
-        raise ValueError("a value can be pulled into a contiguous tensor only: call .contiguous() first")
+        raise ValueError("a value can only be pulled into a contiguous tensor: call .contiguous() first")
     return target.view(-1)

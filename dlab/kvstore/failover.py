@@ -1,4 +1,4 @@
-"""When a server has died and another one takes its place: how all workers learn of it, and begin anew together.
+"""Failover: when a server has died and was replaced, all workers notice it and restart together.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -19,27 +19,27 @@ from dlab.transports.rendezvous import Rendezvous, meet
 
 
 def watch_servers(transport: Transport) -> None:
-    """From now on the death of a server ends every wait for other workers and servers, so that all learn of it."""
+    """Let the death of a server end every wait for other workers and servers, so that all workers notice it."""
     channels = channels_of(transport)
     for peers in (transport.peers, channels.peers):
         if peers is not None:
-            peers.others = lambda: "which has no use any more: a server has died" if channels.broken else None
+            peers.others = lambda: "which is now pointless: a server has died" if channels.broken else None
 
 
 def has_lost_a_server() -> bool:
-    """Has one died that this worker of a cluster has not yet replaced?"""
+    """Return whether a server has died and this worker has not reconnected yet."""
     return servers() is not None and channels_of(None).broken
 
 
 def numbers_of(transport: Transport, device: torch.device) -> list[int]:
-    """Which worker is at each end of a transport, as the servers count them: there may be fewer than at first."""
+    """Return the servers' number of the worker at each rank of a transport, which differ after a worker has died."""
     return [int(each) for each in all_gather(torch.tensor([channels_of(transport).rank], device=device), transport)]
 
 
 def reconnect() -> Transport:
-    """After a server was lost, wait for a new one with all workers that live; gives a transport between these workers.
+    """Wait, with all live workers, until a lost server is replaced; returns a new transport between these workers.
 
-    They are numbered anew on it if one has died.
+    If a worker has died, the ranks of the others on this transport are new.
     """
     channels = channels_of(None)
     generations = channels.generations()
@@ -61,8 +61,8 @@ def reconnect() -> Transport:
 def end_together(transport: Transport, settle: Callable[[], None]) -> None:
     """Settle for the last time. If a server dies meanwhile, either all workers have settled, or all raise.
 
-    So nobody goes back to a checkpoint while others have returned. Who has settled knows that all others that live are
-    about to, and waits until they have said how it went; from then on servers may die.
+    So no worker goes back to a checkpoint while others have returned. A worker that has settled knows that all other
+    live workers are about to, and waits until they have reported the outcome; after that, servers may die.
     """
     channels = channels_of(transport)
     try:
@@ -76,7 +76,7 @@ def end_together(transport: Transport, settle: Callable[[], None]) -> None:
     channels.say_how_it_ended(True)
     wait = Backoff(channels.peers, 600.0, lambda: (channels.silent(), "for {} to end"), channels.semaphore)
     while channels.silent():
-        with suppress(ConnectionError):  # who has just died is not waited for
+        with suppress(ConnectionError):  # a worker that has just died is not waited for
             wait()
     if channels.somebody_failed:
-        raise ConnectionError("a server has died, as another rank has found")
+        raise ConnectionError("another rank reported that a server has died")

@@ -1,4 +1,4 @@
-"""The functions that a server may run: those that the parent has sent, found by their names and what they do."""
+"""Find the functions that a server may run: those that the parent has sent, identified by name and digest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def digest_of(function: Callable[..., Any]) -> str:
-    """Of what a function does: the same for copies of it, wherever they were sent."""
+    """Return a digest of a function's code, which is the same for copies of it in other processes."""
     return _digest(function.__code__)
 
 
@@ -20,18 +20,18 @@ def _digest(code: types.CodeType) -> str:
 
 
 def find_function(name: str, digest: str, given: list[Any]) -> Callable[..., object]:
-    """The function that is meant, among those that the parent has sent: arguments, or what its function refers to."""
+    """Find a function among those that the parent has sent: arguments, or functions that these refer to."""
     for function in _reachable(given):
         if function.__name__ == name and digest_of(function) == digest:
             return function
     raise LookupError(
         f"the server knows no function {name!r}: it runs only what the notebook has sent. Define {name!r} where the "
-        "workers' function can name it, without variables of that function, or give it as an argument of cluster.run"
+        "workers' function can name it, without variables of that function, or pass it as an argument to cluster.run"
     )
 
 
 def _reachable(given: list[Any]) -> Iterator[types.FunctionType]:
-    """Functions among these values, and those that they refer to by name, by closure, or have inside."""
+    """Yield the functions among these values, and those that they refer to by name or closure, or define inside."""
     seen: set[int] = set()
     waiting = list(given)
     while waiting:

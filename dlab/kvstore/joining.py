@@ -1,4 +1,4 @@
-"""What joins this process with the servers: the memory of its cluster, or a transport whose last ranks serve."""
+"""Connect this process with the servers: through its cluster's memory, or a transport whose last ranks are servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlab.transports.distributed import for_cpu
 
 
 def channels(here: Servers) -> Channels:
-    """The channels of this process to the servers of its cluster, or of a server to its workers."""
+    """Open the channels of a worker to the servers of its cluster, or of a server to its workers."""
     if not has_fence():
         raise RuntimeError(
             "the servers of a cluster share memory with its workers, which this machine does not allow: install "
@@ -25,19 +25,19 @@ def channels(here: Servers) -> Channels:
 
 
 class Workers(Group):
-    """The ranks of a transport without the last ones, which serve the others, as under torchrun."""
+    """The ranks of a transport without the last ones, which are servers for the others, as under torchrun."""
 
     def __init__(self, transport: Transport, channels: Channels) -> None:
         super().__init__(transport, range(channels.workers))
         self.channels = channels
 
 
-_workers: Workers | None = None  # of the process, inside `using`
+_workers: Workers | None = None  # those of this process, inside `using`
 
 
 @contextmanager
 def using(workers: Workers) -> Iterator[None]:
-    """Stores that are made inside have these workers, and their servers."""
+    """Let stores that are created inside use these workers and their servers."""
     global _workers
     _workers = workers
     try:
@@ -47,12 +47,12 @@ def using(workers: Workers) -> Iterator[None]:
 
 
 def workers() -> Workers | None:
-    """The transport to the workers and their channels, inside `run`."""
+    """Return the workers' transport with its channels inside `dlab.kvstore.run`, and None elsewhere."""
     return _workers
 
 
 def channels_of(transport: Transport | None) -> Channels:
-    """The way to the servers, of workers with this transport, or of a worker of a cluster."""
+    """Return the channels to the servers of this transport's workers, or those of a worker of a cluster."""
     return transport.channels if isinstance(transport, Workers) else once(_way_to_servers)
 
 
@@ -61,14 +61,14 @@ def _way_to_servers() -> Channels:
     if here is None:
         raise RuntimeError(
             "there are no servers here: make the cluster with some, dlab.Cluster(4, servers=1), and create the store "
-            "in a function that its workers run; under torchrun, call that by dlab.kvstore.run(function, servers=1)"
+            "in a function that its workers run; under torchrun, call dlab.kvstore.run(function, servers=1)"
         )
     return channels(here)
 
 
 def open_channels(transport: Transport, workers: int, servers: int) -> Channels:
-    """Between the last ranks of a transport, which serve, and the others. Every rank must call it."""
-    memory = share_memory(for_cpu(transport), Desk.size(transport.size))  # servers are on the CPU
+    """Open channels between the last ranks of a transport, the servers, and the others; every rank must call it."""
+    memory = share_memory(for_cpu(transport), Desk.size(transport.size))  # servers work on the CPU
     if memory is None:
         return RelayedChannels(transport.rank, workers, servers)
     return Channels(memory, transport.rank, workers, servers)

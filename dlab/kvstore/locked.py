@@ -1,4 +1,4 @@
-"""Weights without a server: they lie in shared memory, and every worker updates them itself, one at a time.
+"""Weights without a server: they are in shared memory, and the workers update them themselves, one at a time.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -25,11 +25,11 @@ from dlab.transports.distributed import for_cpu
 
 
 class LockedStore:
-    """One key, flat, of all workers of a transport that are on one host; asynchronous. Every worker must make it.
+    """An asynchronous store of one flat key, for workers on one host; every worker of the transport must make it.
 
-    An update writes a new version beside the one that others still read, and only then makes it the newest: nobody
-    ever sees half of one, and who dies in the middle of it leaves the old one. What the optimizer remembers is changed
-    in place.
+    An update writes a new version beside the one that others still read, and only then makes it the newest: no worker
+    ever sees half an update, and one that dies in the middle leaves the old version in use. The optimizer's state is
+    updated in place.
     """
 
     def __init__(self, weights: torch.Tensor, recipe: Recipe, transport: Transport, timeout: float = 600.0) -> None:
@@ -39,7 +39,7 @@ class LockedStore:
         begin, tensors = Front.ROOM + LockedPage.room(transport.size), transport.size + 1 + self._updater.slots
         memory = share_memory(for_cpu(transport), begin + tensors * room)
         if memory is None:
-            raise RuntimeError("workers without a server share memory, so they must be on one host: take servers=1")
+            raise RuntimeError("workers without a server share memory, so they must be on one host: use servers=1")
         self._front = Front(memory, transport.size)
         self._page = LockedPage(memory[Front.ROOM : begin], transport.size)
 
@@ -49,7 +49,7 @@ class LockedStore:
         self._versions = Versions(transport.size, self._page.table, tensor)
         self._slots = [tensor(transport.size + 1 + number) for number in range(self._updater.slots)]
         self._stored, self._seen, self._staleness = tensor(0), 0, 0
-        self._parts: dict[int, tuple[torch.Tensor, ...]] = {}  # of each copy, as gradients come
+        self._parts: dict[int, tuple[torch.Tensor, ...]] = {}  # of each version, cut like the gradients
         self._semaphore = self._front.semaphores[transport.rank]
         self._semaphore.hang()
         self._peers = Peers(self._front.numbers, transport.rank)
@@ -63,13 +63,13 @@ class LockedStore:
         self._transport.barrier()
 
     def turn(self, **numbers: float) -> None:
-        """Change numbers of the optimizer, for this worker's updates."""
+        """Change hyperparameters of the optimizer, for this worker's updates."""
         self._updater.turn(**numbers)
 
     def push_pieces(self, key: Key, pieces: list[torch.Tensor], bound: int, left_out: Sequence[Interval] = ()) -> None:
-        """Update the weights with a gradient that comes in flat pieces, one after another.
+        """Update the weights with a gradient that is given in consecutive flat pieces.
 
-        The intervals `left_out`, for which there is no gradient, stay as they are; Adam counts the step all the same.
+        The intervals `left_out`, for which there is no gradient, stay as they are; Adam still counts the step.
         """
         start, rate = time.time(), self._updater.rate if pieces[0].is_cpu else None
         with self._page.lock:
@@ -94,13 +94,13 @@ class LockedStore:
         self._transport.note_collective("push", ALGORITHM, self._stored.nbytes, start)
 
     def _cut(self, number: int, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """A copy, in pieces like these; of each worker they are always the same."""
+        """Return a version cut into pieces of these sizes, which never change for a worker."""
         if number not in self._parts:
             self._parts[number] = self._versions[number].split([piece.numel() for piece in pieces])
         return self._parts[number]
 
     def borrow(self, key: Key, own: torch.Tensor) -> torch.Tensor:
-        """The newest weights, to be read only, until this is called again; for a GPU, they are copied to `own`."""
+        """Return the newest weights, read-only and valid until the next call; for a GPU, copy them to `own`."""
         start = time.time()
         with self._page.lock:
             found = self._versions[self._versions.lend(self._transport.rank)]
@@ -109,11 +109,11 @@ class LockedStore:
         return found if own.is_cpu else own.copy_(found)
 
     def staleness(self, key: Key) -> list[int]:
-        """Of the last push: updates between the weights that it was computed on and itself."""
+        """Return the number of updates between the last push and the weights that it was computed on."""
         return [self._staleness]
 
     def meet(self, clock: int) -> list[int]:
-        """A barrier of all workers that live, with a number that grows; gives them, the same to all."""
+        """Wait for all live workers at this clock, which must grow; returns them, the same list on all workers."""
         self._page.clocks.announce(self._transport.rank, clock)
         for semaphore in self._front.semaphores:
             semaphore.post()
@@ -124,7 +124,7 @@ class LockedStore:
 
         wait = Backoff(self._peers, self._timeout, lambda: (missing(), "for {} to meet"), self._semaphore)
         while missing():
-            with suppress(ConnectionError):  # who has just died is not waited for
+            with suppress(ConnectionError):  # a worker that has just died is not waited for
                 wait()
         with self._page.lock:
             present = self._page.meet(clock, sum(1 << rank for rank in self._peers.alive()))
@@ -133,16 +133,16 @@ class LockedStore:
     # checkpoints
 
     def slots(self, key: Key) -> list[tuple[torch.Tensor, int]]:
-        """What the optimizer remembers, and after how many steps."""
+        """Return the optimizer's state tensors, each with the number of steps; for a checkpoint."""
         return [(slot.clone(), self._page.steps) for slot in self._slots if self._page.steps]
 
     def restore(self, key: Key, value: torch.Tensor, slots: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """The opposite, with the value; by one worker, while the others wait."""
+        """Load a value and the optimizer's state from a checkpoint; one worker calls it while the others wait."""
         with self._page.lock:
             number = self._versions.next()
             self._versions[number].copy_(value)
             self._versions.turn_to(number)
             self._page.steps = 0
-            for slot, (content, steps) in zip(self._slots, slots, strict=False):  # before the first step there is none
+            for slot, (content, steps) in zip(self._slots, slots, strict=False):  # there are none before the first step
                 slot.copy_(content)
                 self._page.steps = max(1, steps)

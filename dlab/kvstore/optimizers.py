@@ -1,6 +1,6 @@
-"""What a server does to a weight when a gradient has come: an optimizer by its name and numbers, or a function.
+"""How a server updates a weight with a gradient: with an optimizer, given by name and hyperparameters, or a function.
 
-Nothing that can run code is taken from a worker: numbers and a name from a list make an optimizer. Taught in
+A server never takes code from a worker: it makes an optimizer from numbers and a name in a fixed list. Taught in
 `05_parameter_server.ipynb`.
 """
 
@@ -14,22 +14,22 @@ import torch
 
 from dlab.kvstore.placement import Interval, Key, overlap
 
-Updater = Callable[[Key, torch.Tensor, torch.Tensor], object]  # key, gradient, stored value, which it changes
+Updater = Callable[[Key, torch.Tensor, torch.Tensor], object]  # key, gradient, and stored value, which it changes
 Recipe = dict[str, Any]  # {"name": "sgd", "rescale": 1.0, "lr": 0.1, …}
 
-# by name: the class, and the numbers that may be given
+# by name: the class, and the hyperparameters that may be given
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
     "adam": (torch.optim.Adam, ("lr", "betas", "eps", "weight_decay")),
     "adagrad": (torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")),
 }
 
-# what each of them remembers of a weight, besides a number of steps
+# the state that each of them keeps per weight, besides the number of steps
 SLOTS = {"sgd": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",)}
 
 
 def recipe(optimizer: str | torch.optim.Optimizer, rescale: float = 1.0, **numbers: Any) -> Recipe:
-    """A name and numbers, from these, or from one of torch's own optimizers: its class and its defaults.
+    """Describe an optimizer by name and hyperparameters, as given or read from one of torch's own optimizers.
 
     >>> recipe("sgd", lr=0.1, momentum=0.9)
     {'name': 'sgd', 'rescale': 1.0, 'lr': 0.1, 'momentum': 0.9}
@@ -47,12 +47,12 @@ def recipe(optimizer: str | torch.optim.Optimizer, rescale: float = 1.0, **numbe
     kind, known = OPTIMIZERS[name]
     if unknown := sorted(set(numbers) - set(known)):
         raise ValueError(f"{name} takes no {unknown[0]!r}: it takes {', '.join(known)}")
-    kind([torch.zeros(1)], **numbers)  # refuses what makes no sense, in words of its own
+    kind([torch.zeros(1)], **numbers)  # raises torch's own error for bad values
     return {"name": name, "rescale": float(rescale), **numbers}
 
 
 class ServerOptimizer:
-    """An updater after a recipe; it keeps a state for each tensor that it is given."""
+    """An updater made from a recipe; it keeps an optimizer state for each tensor that it is given."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self._numbers = dict(recipe)
@@ -62,7 +62,7 @@ class ServerOptimizer:
     def __call__(
         self, key: Key, gradient: torch.Tensor, stored: torch.Tensor, left_out: Sequence[Interval] = ()
     ) -> None:
-        """One update. Weights in the intervals `left_out` stay as they are, and so does all that is known of them."""
+        """Update a tensor; weights in the intervals `left_out`, and their optimizer state, do not change."""
         optimizer = self._optimizer(stored)
         gradient = gradient * self._rescale if self._rescale != 1.0 else gradient
         if left_out:
@@ -72,13 +72,13 @@ class ServerOptimizer:
         else:
             for begin, segment in self._segments(stored):
                 here = slice(begin, begin + len(segment))
-                segment.data = stored.view(-1)[here]  # which may lie elsewhere each time
+                segment.data = stored.view(-1)[here]  # it may be elsewhere each time
                 segment.grad = None if overlap([(begin, here.stop)], left_out) else gradient.reshape(-1)[here]
         optimizer.step()
         optimizer.zero_grad()
 
-    # Some of a tensor's weights may have been updated more often than others: then the optimizer is given segments of
-    # it in its place, each with a state of its own.
+    # Some of a tensor's weights may have been updated more often than others: then the optimizer gets segments of the
+    # tensor instead, each with its own state.
 
     def _segments(self, stored: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         begin = 0
@@ -110,9 +110,9 @@ class ServerOptimizer:
         return self._made[stored]
 
     def slot(self, stored: torch.Tensor, number: int) -> tuple[torch.Tensor, int] | None:
-        """One of the tensors that it remembers of a weight, and after how many steps; None if there is none.
+        """Return one of the state tensors of a weight, and the number of steps; None if there is none.
 
-        After the last of them comes one that tells how many steps it has made with each weight.
+        The last state tensor is followed by one that holds the number of steps of each weight.
         """
         names, parts, steps = SLOTS[self._name], [], 0
         known = False
@@ -130,7 +130,7 @@ class ServerOptimizer:
         return torch.cat([part.to(stored.dtype) for part in parts]), steps
 
     def set_slot(self, stored: torch.Tensor, number: int, content: torch.Tensor, steps: int) -> None:
-        """The opposite, in the same order."""
+        """Load a state tensor that `slot` has returned; call it in the same order."""
         if number == len(SLOTS[self._name]):
             self._set_steps(stored, content.view(-1))
             return
@@ -142,7 +142,7 @@ class ServerOptimizer:
             state["step"] = torch.tensor(float(steps))
 
     def _set_steps(self, stored: torch.Tensor, steps: torch.Tensor) -> None:
-        """Weights with another number of steps each are segments; of those with none, nothing is known."""
+        """Split the tensor into segments of equal numbers of steps; those with none get no state."""
         self._split(stored, [int(place) + 1 for place in steps.diff().nonzero()])
         for begin, segment in self._segments(stored):
             state = self._optimizer(stored).state[segment]
@@ -153,19 +153,19 @@ class ServerOptimizer:
 
     @property
     def slots(self) -> int:
-        """How many tensors it remembers of a weight."""
+        """The number of state tensors per weight."""
         return len(SLOTS[self._name]) if self._name != "sgd" or self._numbers.get("momentum", 0) else 0
 
     def remember(self, stored: torch.Tensor, slots: Sequence[torch.Tensor], steps: int) -> None:
-        """Go on with what is in these tensors, themselves, after so many steps by anybody."""
+        """Continue with the state in these tensors, which is updated in place, after so many steps by any worker."""
         if not steps:
-            self._made.pop(stored, None)  # a new one, which begins as torch does
+            self._made.pop(stored, None)  # a new one starts like torch's
         else:
             state: dict[str, torch.Tensor] = dict(zip(SLOTS[self._name], slots, strict=False))
             self._optimizer(stored).state[stored] = state | {"step": torch.tensor(float(steps))}
 
     def write_down(self, stored: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """After an update: have all that it remembers in these tensors."""
+        """Copy the state into these tensors after an update, where it is not there already."""
         state = self._optimizer(stored).state[stored]
         for name, slot in zip(SLOTS[self._name], slots, strict=False):
             if state[name] is not slot:
@@ -173,18 +173,18 @@ class ServerOptimizer:
 
     @property
     def rate(self) -> float | None:
-        """What a gradient is multiplied with, to be taken from the weights; None if there is more to do."""
+        """The factor of the gradient in plain SGD; None if the update does more than subtract it."""
         more = self._numbers.get("momentum", 0) or self._numbers.get("weight_decay", 0)
         return None if self._name != "sgd" or more else self._numbers["lr"] * self._rescale
 
     @property
     def takes_rows(self) -> bool:
-        """Can it use a gradient of some rows as it is, and leave the others alone?"""
+        """Whether it can apply a sparse gradient to some rows without touching the others."""
         kept = self._numbers.get("momentum", 0) or self._numbers.get("weight_decay", 0)
         return self._name in ("sgd", "adagrad") and not kept
 
     def turn(self, **numbers: Any) -> None:
-        """Change some of the numbers, from now on."""
+        """Change some of the hyperparameters for all later updates."""
         self._numbers |= numbers
         for optimizer in self._made.values():
             for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Which server keeps which key: small ones whole, each on one server; large ones cut over all of them.
+"""Decide which server keeps which key: each small key is on one server, each large one divided among all of them.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 Key = int | str
 Interval = tuple[int, int]  # of a key's elements: begin, and end
-BIG = 1_000_000  # elements: a key with as many or more is cut
-_SPREAD = 9973  # MXNet's; it is 1 modulo 2, 3, 4 and 6, so with as many servers it changes nothing
+BIG = 1_000_000  # elements: a key with this many or more is divided
+_SPREAD = 9973  # MXNet's; it is 1 modulo 2, 3, 4 and 6, so it has no effect with these numbers of servers
 
 
 class Part(NamedTuple):
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 def place(key: Key, count: int, servers: int, big: int = BIG, row: int = 1) -> list[Part]:
-    """The parts of a key with so many elements; cut between rows of `row` elements.
+    """Return the parts of a key with so many elements, divided between rows of `row` elements.
 
     >>> place(3, 1000, servers=2)
     [Part(key=3, server=1, begin=0, end=1000)]
@@ -35,12 +35,12 @@ def place(key: Key, count: int, servers: int, big: int = BIG, row: int = 1) -> l
     """
     if count < big or servers == 1:
         return [Part(key, server_of(key, servers), 0, count)]
-    cuts = [floor(count // row / servers * number + 0.5) * row for number in range(servers + 1)]  # halves go up
+    cuts = [floor(count // row / servers * number + 0.5) * row for number in range(servers + 1)]  # rounds halves up
     return [Part(key, server, cuts[server], cuts[server + 1]) for server in range(servers)]
 
 
 def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What both have: of two lists of intervals (begin, end), in order.
+    """Return the intersection of two lists of intervals (begin, end), in order.
 
     >>> overlap([(0, 4), (6, 9)], [(2, 7)])
     [(2, 4), (6, 7)]
@@ -50,6 +50,6 @@ def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interv
 
 
 def server_of(key: Key, servers: int) -> int:
-    """Of a key that is not cut. The number of a name is its CRC-32, the same in every process."""
+    """Return the server of a key that is not divided; a name counts as its CRC-32, the same in every process."""
     number = key if isinstance(key, int) else zlib.crc32(key.encode())
     return number * _SPREAD % servers

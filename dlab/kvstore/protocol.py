@@ -1,4 +1,4 @@
-"""What workers and servers agree on: what can be asked, and how what belongs to a request is laid down.
+"""The protocol between workers and servers: the requests, and how their data are laid out in memory.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -12,26 +12,26 @@ import torch
 
 from dlab.memory.gradient_slot import GradientSlot
 
-DENSE, CODED, ROWS = range(3)  # how a gradient is laid down: as it is, compressed, or some rows of it
-VALUE, SLOT = 3, 4  # no gradients, but the weights themselves, and what the optimizer remembers of them
-ROUND = 0  # the bound of a push that waits for those of all workers
-AT_ONCE = 1  # the bound of a push that waits for nobody
+DENSE, CODED, ROWS = range(3)  # the form of a gradient: as it is, compressed, or some rows of it
+VALUE, SLOT = 3, 4  # not gradients, but the weights themselves, and the optimizer's state
+ROUND = 0  # the bound of a push that waits for the pushes of all workers
+AT_ONCE = 1  # the bound of a push that is applied without waiting
 
 
 class Op(IntEnum):
-    """What a worker may ask for."""
+    """The requests that a worker can send."""
 
-    INIT = 1  # keep this key (in the text) and show me where to lay what
+    INIT = 1  # keep this key; the text describes it and the worker's gradient slot
     PUSH = 2
     PULL = 3
     SET = 4  # an optimizer, a compression, a learning rate (in the text)
-    CLOCK = 5  # I begin step n: let me wait until nobody is too far behind
+    CLOCK = 5  # begin step n; answered when no worker is too far behind
 
 
 def rows_in(
     place: GradientSlot, rows: int, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where so many rows of a table are laid down: their numbers, and what is in them, flat."""
+    """Return where so many rows of a table are in a slot: the row numbers (rows,), and the values (rows, columns)."""
     columns = torch.Size(shape[1:]).numel()
     values = place.raw[8 * rows :][: rows * columns * dtype.itemsize].view(dtype)
     return place.raw[: 8 * rows].view(torch.int64), values.view(rows, columns)

@@ -1,9 +1,9 @@
-"""The relay: threads that carry between hosts what workers and servers lay down for each other.
+"""The relay: threads that carry requests, replies and tensors between workers and servers on different hosts.
 
-Every process has a desk of its own, laid out as if all shared it. For each pair of a worker and a server there is a
-thread at both ends in both directions: what is asked here is carried over, laid down at the same place, and asked
-there. So neither a worker nor a server knows how far away the other is. They travel by torch.distributed's send and
-recv.
+Every process has its own desk, laid out as if all shared it. For each pair of a worker and a server there is a thread
+at both ends for each direction: a request posted here is sent over, written to the same offset and posted there. So
+neither a worker nor a server knows whether the other is on another host. The bytes are sent by torch.distributed's
+send and recv.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dlab.memory.backoff import ASK, Peers
 from dlab.memory.gradient_slot import PushCount
 from dlab.memory.request_queue import RequestQueue
 
-END = 0  # no more; requests have the numbers of their `Op`
-ANSWER, APPLIED = 1, 2  # the other way: a request is served; pushes are in the weights
+END = 0  # the last message; requests have the numbers of their `Op`
+ANSWER, APPLIED = 1, 2  # from the server: a request is served; pushes are applied
 _WORDS = 12
 
 
 class RemotePeers(Peers):
-    """Who the others are is only known as long as they answer."""
+    """Processes on other hosts, which count as dead once a message to or from them has failed."""
 
     def __init__(self, numbers: memoryview, rank: int) -> None:
         super().__init__(numbers, rank)
@@ -41,7 +41,7 @@ class RemotePeers(Peers):
 
 
 class RelayedChannels(Channels):
-    """Channels of a worker or of a server whose others may be on other hosts. Every rank must make them."""
+    """Channels of a worker or a server to processes that may be on other hosts; every rank must make them."""
 
     peers: RemotePeers
 
@@ -49,12 +49,12 @@ class RelayedChannels(Channels):
         super().__init__(Desk(workers, servers).map(), rank, workers, servers)
         self.peers = RemotePeers(self._front.numbers, rank)
         self.peers.workers = workers
-        # a group of its own, that carries tensors on the CPU, and never loses backoff with who has nothing to say
+        # a separate group, for tensors on the CPU, whose timeout never ends a thread that waits for a request
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         others = range(servers) if rank < workers else range(workers)
         self._asked: list[SimpleQueue[tuple[list[int], RequestQueue, Span]]] = [SimpleQueue() for _ in others]
         self._owed: list[deque[tuple[Op, int, Span]]] = [deque() for _ in others]
-        self._places: list[dict[int, int]] = [{} for _ in others]  # where they are; pushes applied, as last told
+        self._places: list[dict[int, int]] = [{} for _ in others]  # by offset: pushes applied, as last reported
         work = (self._carry_requests, self._bring_answers) if rank < workers else (self._take_in, self._carry_answers)
         self._threads = [Thread(target=self._work, args=(each, other)) for other in others for each in work]
         for semaphore in self._front.semaphores:
@@ -63,10 +63,10 @@ class RelayedChannels(Channels):
             thread.start()
 
     def _work(self, work: Callable[[int], None], other: int) -> None:
-        """What a thread does, until it is done, or the other side is gone."""
+        """Run a thread's work until it is done or the other side is gone."""
         try:
             work(other)
-        except RuntimeError:  # torch.distributed's, whatever has happened
+        except RuntimeError:  # raised by torch.distributed for every failure
             self.peers.gone.add(self._rank_of(other))
             if self.rank < self.workers or len(self.peers.gone) == self.workers:
                 self._front.end()
@@ -76,7 +76,7 @@ class RelayedChannels(Channels):
         return other + self.workers * (self.rank < self.workers)
 
     def end(self) -> None:
-        """Say so to all others, and wait until they have said it, too: no thread may be left receiving."""
+        """Send the end to all others, and wait for theirs, so that no thread is left receiving."""
         self._front.end()
         for jobs in self._asked:
             jobs.put(([END], self.queues[0], NOTHING))
@@ -84,7 +84,7 @@ class RelayedChannels(Channels):
             thread.join()
 
     def silent(self) -> list[int]:
-        """Between hosts nobody replaces a server: who has lost one fails, and need not tell."""
+        """Return nothing: between hosts no server is replaced, so a worker that loses one simply fails."""
         return []
 
     # at the worker's end
@@ -92,7 +92,7 @@ class RelayedChannels(Channels):
     def ask(
         self, server: int, op: Op, part: int, *numbers: int, lays: Span = NOTHING, gets: Span = NOTHING, text: int = 0
     ) -> int:
-        """Asked here, so that its answer can be waited for, and carried over."""
+        """Post a request here, so that its answer can be waited for, and hand it to the thread that sends it."""
         self.parts[server] += op == Op.INIT
         number = self.queues[server].post(op, part, *numbers)
         words = [op, part, text, *lays, *gets, len(numbers), *numbers]
@@ -138,11 +138,11 @@ class RelayedChannels(Channels):
 
     def _carry_answers(self, worker: int) -> None:
         queue, semaphore, told = self.queues[worker], self._front.semaphores[worker], 0
-        first: dict[int, int] = {}  # by part: where its weights were at first, and will always be at the worker's end
+        first: dict[int, int] = {}  # by part: the first offset of its weights, always used at the worker's end
         while not self.over or told < queue.served:
             semaphore.sleep(ASK)
             served = queue.served
-            self._tell_what_is_applied(worker)  # first: who is answered knows it
+            self._tell_what_is_applied(worker)  # first, so that a worker knows it when it gets its answer
             while told < served:
                 told += 1
                 (op, part, (at, nbytes)), reply = self._owed[worker].popleft(), queue.reply(told)

@@ -1,7 +1,7 @@
-"""A server: it keeps weights, applies gradients to them one at a time, and hands them out.
+"""A parameter server: it keeps weights, applies gradients to them one at a time, and gives them to workers.
 
-One thread serves one request after another, so no update can tear another. A request that cannot be answered yet stays
-at the head of its worker's queue: in a round, the pull of a worker waits until the gradients of all have come. Taught
+One thread serves one request after another, so updates never interfere. A request that cannot be answered yet stays at
+the head of its worker's queue: in a round, the pull of a worker waits until the gradients of all have arrived. Taught
 in `05_parameter_server.ipynb`.
 """
 
@@ -28,7 +28,7 @@ from dlab.memory.versions import Versions
 
 @dataclass
 class Store:
-    """What holds for all keys of one KVStore."""
+    """The settings for all keys of one KVStore."""
 
     updater: Updater | None = None  # without one, the sum of a round replaces the value
     compression: Compression | None = None
@@ -36,29 +36,29 @@ class Store:
 
 @dataclass
 class Held:
-    """A part of a key: its weights, and where each worker lays down what belongs to it."""
+    """A part of a key: its weights, and the slot of each worker's gradient."""
 
     key: Key
     store: Store
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    value: torch.Tensor | None = None  # until rank 0 has given it; lies in the newest of the versions
+    value: torch.Tensor | None = None  # None until rank 0 has given it; a view of the newest version
     versions: Versions | None = None
     offsets: list[int] = field(default_factory=list)  # of the versions
     places: dict[int, GradientSlot] = field(default_factory=dict)
-    # of this round, by worker: the kind, and how many rows there are, or spans that are left out
+    # gradients of this round, by worker: the kind, and the number of rows, or of spans that are left out
     laid: dict[int, tuple[int, int]] = field(default_factory=dict)
     version: int = 0  # updates so far
     seen: dict[int, int] = field(default_factory=dict)  # by worker: the version that it pulled last
 
     @property
     def stored(self) -> torch.Tensor:
-        """The weights."""
+        """The current weights, which rank 0 must have given."""
         assert self.value is not None
         return self.value
 
     def move_on(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights as they are, and where the next ones are to be written, which may be the same memory."""
+        """Return the current weights and the memory for the next ones, which may be the same."""
         assert self.versions is not None
         old, new = self.versions.newest, self.versions.next()
         self.versions.turn_to(new)
@@ -69,25 +69,25 @@ class Held:
 class Server:
     """Serves the workers at the other ends of these channels until it is stopped.
 
-    `find(name, digest)` gives the function of this name that the parent has sent, if it has this digest.
+    `find(name, digest)` returns the function with this name and digest that the parent has sent.
     """
 
     def __init__(self, channels: Channels, find: Callable[[str, str], Updater]) -> None:
         self._channels, self._find = channels, find
         self._stores: dict[int, Store] = {}
-        self._parts: list[list[Held]] = [[] for _ in range(channels.workers)]  # as each worker counts them
-        self._held: dict[tuple[int, Key, int], Held] = {}  # by store, key, and where the part begins
+        self._parts: list[list[Held]] = [[] for _ in range(channels.workers)]  # in each worker's own numbering
+        self._held: dict[tuple[int, Key, int], Held] = {}  # by store, key, and first element
         self._clocks = [0] * channels.workers
-        self._rendezvous = (-1, 0)  # the clock that somebody was let begin last, and who lived then
+        self._rendezvous = (-1, 0)  # the last clock that a worker could begin, and who was alive then
         self._alive = set(range(channels.workers))
         self._scratch: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._looked, self._idle = time.monotonic(), 0.0  # since when it has had nothing to do
+        self._looked, self._idle = time.monotonic(), 0.0  # last check; idle since
         self.updates = 0
-        self._reply = 0  # to the request under way
-        self._news: set[int] = set()  # workers for whom something has changed since their semaphore was rung
+        self._reply = 0  # to the current request
+        self._news: set[int] = set()  # workers to wake, because something has changed for them
 
     def serve(self) -> None:
-        """Until no worker is left."""
+        """Serve requests until no worker is left."""
         idle = Backoff(self._channels.peers, float("inf"), lambda: ([], ""), self._channels.semaphore)
         while not self._channels.over:
             served = [self._serve_some(worker, queue) for worker, queue in enumerate(self._channels.queues)]
@@ -99,7 +99,7 @@ class Server:
                 self._look_around()
 
     def _serve_some(self, worker: int, queue: RequestQueue) -> bool:
-        """What this worker asks for, as far as it can be answered; was it anything?"""
+        """Serve this worker's requests as far as they can be answered, and return whether there were any."""
         while (request := queue.head()) is not None and self._answer(worker, queue, request):
             queue.serve(self._reply)
             self._news.add(worker)
@@ -109,7 +109,7 @@ class Server:
         return found
 
     def _look_around(self) -> None:
-        """Now and then: who is dead is not waited for."""
+        """Check now and then for workers that have died, and stop waiting for them."""
         now = time.monotonic()
         if now < self._looked + ASK:
             return
@@ -126,10 +126,10 @@ class Server:
                         held.versions.forget(worker)
 
     def _missed(self) -> tuple[list[int], str]:
-        """Whom the requests that cannot be answered yet wait for, and what for."""
+        """Return which workers the unanswered requests wait for, and for what."""
         for worker, queue in enumerate(self._channels.queues):
             request = queue.head()
-            if request is None or request.op in (Op.INIT, Op.SET):  # these have come just now
+            if request is None or request.op in (Op.INIT, Op.SET):  # it has only just arrived
                 continue
             if request.op == Op.CLOCK:
                 behind = [other for other in self._alive if self._clocks[other] < self._clocks[worker]]
@@ -141,7 +141,7 @@ class Server:
         return [], "for requests"
 
     def _answer(self, worker: int, queue: RequestQueue, request: Request) -> bool:
-        """Do what is asked; False if it cannot be done yet."""
+        """Answer a request; returns False if it cannot be answered yet."""
         self._reply = 0
         if request.op == Op.INIT:
             self._init(worker, queue.read())
@@ -158,7 +158,7 @@ class Server:
     # keys
 
     def _init(self, worker: int, what: dict[str, Any]) -> None:
-        """Only the first worker's value counts."""
+        """Add a key, whose value comes from the worker with `gives` (rank 0); the others only describe their slots."""
         name = (what["store"], what["key"], what["begin"])
         if name not in self._held:
             store = self._stores.setdefault(what["store"], Store())
@@ -169,7 +169,7 @@ class Server:
         if (held.shape, held.dtype) != (tuple(what["shape"]), dtype):
             raise ValueError(
                 f"rank {worker} gives key {held.key!r} the shape {tuple(what['shape'])} of {dtype}, others gave it "
-                f"{held.shape} of {held.dtype}: all ranks must call kv.init with the same"
+                f"{held.shape} of {held.dtype}: call kv.init with the same shape and dtype on all ranks"
             )
         count, rows = torch.Size(held.shape).numel(), held.shape[0] if held.shape else 0
         place = held.places[worker] = GradientSlot(self._channels.memory, what["place"], count, dtype, rows)
@@ -181,7 +181,7 @@ class Server:
         self._parts[worker].append(held)
 
     def _make(self, held: Held, count: int, number: int) -> torch.Tensor:
-        """One more copy: they come in the order of their numbers."""
+        """Allocate one more version; they are made in the order of their numbers."""
         assert held.dtype is not None and number == len(held.offsets)
         copy, offset = self._channels.room(count, held.dtype)
         held.offsets.append(offset)
@@ -202,7 +202,7 @@ class Server:
 
     def _push(self, worker: int, held: Held, kind: int, rows: int, bound: int) -> bool:
         if worker in held.laid or held.value is None:
-            return False  # its gradient of the last round is still there
+            return False  # its gradient of the last round is not applied yet
         if kind in (VALUE, SLOT):
             self._restore(held, held.places[worker], kind, rows, bound)
             return True
@@ -216,10 +216,10 @@ class Server:
 
     def _close_round(self, held: Held) -> None:
         if held.laid and self._alive <= held.laid.keys():
-            self._apply(held, sorted(held.laid))  # in the order of ranks: the same bits every time
+            self._apply(held, sorted(held.laid))  # in the order of ranks, for the same bits every time
 
     def _apply(self, held: Held, workers: list[int]) -> None:
-        """One update with the sum of what these workers have laid down."""
+        """Make one update with the sum of these workers' gradients."""
         self._update(held, self._total(held, workers), self._left_out_by_all(held, workers))
         for worker in workers:
             del held.laid[worker]
@@ -229,13 +229,13 @@ class Server:
         self.updates += 1
 
     def _left_out_by_all(self, held: Held, workers: list[int]) -> list[Interval]:
-        if not all(held.laid[worker][1] for worker in workers):  # as a rule: somebody has used everything
+        if not all(held.laid[worker][1] for worker in workers):  # the usual case: some worker has used everything
             return []
         first, *others = (self._left_out(held, worker) for worker in workers)
         return reduce(overlap, others, first)
 
     def _left_out(self, held: Held, worker: int) -> list[Interval]:
-        """What of this part a worker had no gradient for."""
+        """Return the intervals of this part for which a worker had no gradient."""
         (kind, count), place = held.laid[worker], held.places[worker]
         if kind == ROWS or not count:
             return []
@@ -272,7 +272,7 @@ class Server:
         return room
 
     def _gradient(self, held: Held, worker: int) -> torch.Tensor:
-        """What a worker has laid down, in the shape of the weights; what was decoded is valid until the next one."""
+        """Return a worker's gradient in the shape of the weights; a decoded one is valid until the next call."""
         (kind, rows), place = held.laid[worker], held.places[worker]
         if kind == DENSE:
             return place.gradient.view(held.shape)
@@ -286,14 +286,14 @@ class Server:
         return out
 
     def _room(self, like: torch.Tensor, number: int) -> torch.Tensor:
-        """Memory to add up in, used again and again."""
+        """Return scratch memory for sums, which is reused."""
         rooms = self._scratch.setdefault((like.numel(), like.dtype), [])
         while len(rooms) <= number:
             rooms.append(torch.empty(like.numel(), dtype=like.dtype))
         return rooms[number].view(like.shape)
 
     def _restore(self, held: Held, place: GradientSlot, kind: int, number: int, steps: int) -> None:
-        """From a checkpoint."""
+        """Load weights or an optimizer's state tensor from a checkpoint."""
         content = place.gradient.view(held.shape)
         if kind == VALUE:
             _, after = held.move_on()
@@ -304,7 +304,7 @@ class Server:
         place.apply(staleness=0)
 
     def _pull(self, worker: int, held: Held, kind: int, rows: int) -> bool:
-        """The weights, with all that this worker has pushed: where they are, or some rows laid down for it."""
+        """Reply with the offset of the weights, or copy some rows, once this worker's own pushes are applied."""
         if held.value is None or worker in held.laid:
             return False
         place = held.places[worker]
@@ -326,9 +326,9 @@ class Server:
     # bounded staleness
 
     def _may_begin(self, worker: int, clock: int, bound: int) -> bool:
-        """May a worker begin its step number `clock`? Only if nobody who lives is more than `bound` steps behind.
+        """Return whether a worker may begin step `clock`: only if no live worker is more than `bound` steps behind.
 
-        The answer tells who lives, a bit for each worker: all who meet at the same clock get the same.
+        The reply says which workers are alive, a bit for each: all that wait for the same clock get the same reply.
         """
         self._clocks[worker] = clock
         if 0 <= bound < clock - min(self._clocks[other] for other in self._alive | {worker}):
@@ -347,7 +347,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def read_rows(place: GradientSlot, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a worker has laid down, as a sparse tensor; it holds no memory of the place."""
+    """Copy the rows in a worker's slot into a new sparse tensor."""
     numbers, values = (each.clone() for each in rows_in(place, rows, shape, place.gradient.dtype))
     return torch.sparse_coo_tensor(
         numbers[None], values.view(rows, *shape[1:]), shape, check_invariants=False

@@ -1,6 +1,6 @@
-"""Who serves: the server processes of a cluster, or, where nobody has started any, the last ranks of a transport.
+"""Run servers: in the server processes of a cluster, or, where there are none, on the last ranks of a transport.
 
-A server has been sent the same function as the workers, and runs nothing else than what is in it.
+A server has been sent the same function as the workers, and runs only code that this function contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def serve(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Until all workers have returned; gives the number of updates."""
+    """Serve in a server process of a cluster until all workers have returned; returns the number of updates."""
     here = servers()
     assert here is not None
 
@@ -41,10 +41,10 @@ roles.register("server", roles.Role(Desk, serve, server_module.__file__))
 
 
 def run(function: Callable[..., T], *args: Any, servers: int = 1, **kwargs: Any) -> T | None:
-    """Where ranks were started by others, as by torchrun: `function(*args)` on all but the last ones, which serve them.
+    """Run `function(*args)` on all ranks, started by torchrun or the like, but the last ones, which are servers.
 
-    Every rank must call it. Stores that the function makes have these servers. A server gets None, when all workers
-    have returned. They meet in shared memory, or, if they are on several hosts, by messages of torch.distributed.
+    Every rank must call it. Stores that the function creates use these servers. A server returns None when all workers
+    have returned. They use shared memory, or, if they are on several hosts, messages of torch.distributed.
 
     >>> dist.init_process_group("gloo")
     >>> dlab.kvstore.run(train, servers=1)  # torchrun --nproc-per-node 4: three workers
@@ -58,13 +58,13 @@ def run(function: Callable[..., T], *args: Any, servers: int = 1, **kwargs: Any)
 
 
 def share_out(transport: Transport, servers: int, work: Callable[[Workers], T], given: Sequence[Any] = ()) -> T | None:
-    """The last `servers` ranks of a transport serve the others and return None. `given` is what they may run.
+    """Run `work` on all ranks but the last `servers`, which serve the others and return None.
 
-    Every rank must call it.
+    `given` are values whose functions the servers may run. Every rank must call it.
     """
     workers = transport.size - servers
     if servers < 1 or workers < 1:
-        raise ValueError(f"{transport.size} ranks cannot be {servers} servers and their workers: start more")
+        raise ValueError(f"{transport.size} ranks cannot be {servers} servers and a worker or more: start more ranks")
     joined = open_channels(transport, workers, servers)
     try:
         if transport.rank < workers:

@@ -1,4 +1,4 @@
-"""A key-value store for weights, as MXNet has it: push gradients, pull weights; and those that need no server.
+"""A key-value store for weights, like MXNet's: push gradients, pull weights; and the stores that need no server.
 
 Taught in `05_parameter_server.ipynb`.
 """
@@ -23,11 +23,11 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]  # one, or one for each device
 
 
 class KVStore(ABC):
-    """Values by key, a number or a name. Every worker makes one and calls its methods in the same order.
+    """Stores values by key, a number or a name. Every worker creates one and calls its methods in the same order.
 
-    `push` gives a gradient, or a list of them, one for each device, which are added up. The store adds up those of all
-    workers and updates the value with its updater; without one, the sum replaces the value. `pull` gives the value,
-    with all that this worker has pushed. A list of keys with a list of values does it for each.
+    `push` takes a gradient, or a list with one for each device, which are summed. The store sums those of all workers
+    and updates the value with its updater; without one, the sum replaces the value. `pull` returns the value, after all
+    of this worker's pushes. With a list of keys and a list of values, each method works on all of them.
     """
 
     rank: int = 0
@@ -42,8 +42,10 @@ class KVStore(ABC):
     # for users
 
     def init(self, key: Key | Sequence[Key], value: Tensors, rows: bool = False) -> None:
-        """Set the first value, that of rank 0 on all workers. `rows` says that it is a table of which rows will be
-        pushed and pulled: if it is large, servers share it by rows."""
+        """Set the first value of a key on all workers to that of rank 0.
+
+        `rows=True` is for a table whose rows will be pushed and pulled: if it is large, servers divide it by rows.
+        """
         for one, given in _pairs(key, value):
             if not isinstance(one, int | str) or isinstance(one, bool):
                 raise TypeError(f"{one!r} cannot be a key: use a whole number or a string")
@@ -58,12 +60,12 @@ class KVStore(ABC):
         self.barrier()
 
     def push(self, key: Key | Sequence[Key], value: Tensors | Sequence[Tensors]) -> None:
-        """Give a gradient, or one for each device, to be applied to the key's value."""
+        """Send a gradient, or one for each device, to be applied to the key's value."""
         for one, given in _pairs(key, value):
             self._push(one, self._gradients(one, given))
 
     def pull(self, key: Key | Sequence[Key], out: Tensors | Sequence[Tensors] | None = None) -> Any:
-        """Copy the value into `out`, or into each of a list; without one, give a new tensor."""
+        """Copy the value into `out`, or into each tensor of a list; without `out`, return a new tensor."""
         if out is None:
             if isinstance(key, list | tuple):
                 return [self.pull(one) for one in key]
@@ -79,7 +81,7 @@ class KVStore(ABC):
         return None
 
     def pushpull(self, key: Key | Sequence[Key], value: Tensors | Sequence[Tensors], out: Any = None) -> Any:
-        """Both in one, without compression; without `out`, gives a new tensor."""
+        """Push and pull, without compression; without `out`, return a new tensor."""
         before, self._compression = self._compression, None
         try:
             self.push(key, value)
@@ -88,12 +90,12 @@ class KVStore(ABC):
             self._compression = before
 
     def row_sparse_pull(self, key: Key, row_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Only some rows of a table, in the order of `row_ids`."""
+        """Pull only some rows of a table, in the order of `row_ids`."""
         shape, dtype = self._about(key)
         if row_ids.ndim != 1 or row_ids.dtype.is_floating_point:
             raise TypeError(f"row_ids is {row_ids.dtype} of shape {tuple(row_ids.shape)}: give a list of whole numbers")
         if len(row_ids) and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < shape[0]:
-            raise IndexError(f"key {key!r} has rows 0 to {shape[0] - 1}: row_ids go beyond")
+            raise IndexError(f"key {key!r} has rows 0 to {shape[0] - 1}: give row_ids in that range")
         out = torch.empty((len(row_ids), *shape[1:]), dtype=dtype) if out is None else out
         if out.shape != (len(row_ids), *shape[1:]) or out.dtype != dtype:
             raise ValueError(f"{len(row_ids)} rows of key {key!r} do not fit into {tuple(out.shape)} of {out.dtype}")
@@ -101,33 +103,37 @@ class KVStore(ABC):
         return out
 
     def set_optimizer(self, optimizer: str | torch.optim.Optimizer, **numbers: Any) -> None:
-        """Update values by this: "sgd", "adam" or "adagrad" with their numbers, or one of torch's own, whose numbers
-        are taken. `rescale` multiplies every gradient."""
+        """Update values with "sgd", "adam" or "adagrad" and its hyperparameters, or like one of torch's own optimizers.
+
+        `rescale` multiplies every gradient.
+        """
         self._use(ServerOptimizer(made := recipe(optimizer, **numbers)), {"optimizer": made})
 
     def set_updater(self, updater: Updater) -> None:
-        """Update values by `updater(key, gradient, stored)`, which changes `stored`. Servers have been sent it with
-        the function that the workers run; a worker only tells its name."""
+        """Update values with `updater(key, gradient, stored)`, which changes `stored`.
+
+        Servers have received it with the function that the workers run; a worker only sends its name and digest.
+        """
         if not callable(updater):
             raise TypeError(f"an updater is a function (key, gradient, stored), not {updater!r}")
         self._use(updater, {"updater": updater})
 
     def set_gradient_compression(self, params: Mapping[str, Any] | str) -> None:
-        """Write what is pushed in fewer bytes: {"type": "2bit", "threshold": 0.5}, "1bit", "topk" or "bfloat16"."""
+        """Compress what is pushed: {"type": "2bit", "threshold": 0.5}, "1bit", "topk" or "bfloat16"."""
         self._compression = parse_compression(params)
         self._compress(params)
 
     def prefix(self, name: str) -> str:
-        """Where this worker writes a checkpoint, as MXNet's users know it: `name` for rank 0, `name-r` for rank r.
+        """Return the prefix of this worker's checkpoint files, as in MXNet: `name` for rank 0, `name-r` for rank r.
 
         >>> torch.save(model.state_dict(), kv.prefix("mnist") + ".pt")  # mnist.pt, mnist-1.pt, mnist-2.pt, …
         """
         return name if self.rank == 0 else f"{name}-{self.rank}"
 
-    def barrier(self) -> None:  # noqa: B027  (there may be only one)
+    def barrier(self) -> None:  # noqa: B027  (a store without other workers need not wait)
         """Wait for all workers."""
 
-    # for those who carry it out
+    # for subclasses
 
     @abstractmethod
     def _init(self, key: Key, value: torch.Tensor, rows: bool) -> None: ...
@@ -144,8 +150,8 @@ class KVStore(ABC):
     @abstractmethod
     def _use(self, updater: Updater, told: dict[str, Any]) -> None: ...
 
-    def _compress(self, params: Mapping[str, Any] | str) -> None:  # noqa: B027  (nobody else may need to know)
-        """Say so to those who must know."""
+    def _compress(self, params: Mapping[str, Any] | str) -> None:  # noqa: B027  (optional)
+        """Send the compression to the servers, if there are any."""
 
     def _about(self, key: Any) -> tuple[torch.Size, torch.dtype]:
         if not isinstance(key, int | str) or key not in self._known:
@@ -162,7 +168,7 @@ class KVStore(ABC):
             raise TypeError(f"key {key!r} is {dtype}; {tensor.dtype} cannot be {verb} it: call .to({dtype}) first")
 
     def _gradients(self, key: Key, value: Any) -> list[torch.Tensor]:
-        """As a list, all of the right kind."""
+        """Return the gradients as a list, after checking the shape and dtype of each."""
         gradients = [value] if isinstance(value, torch.Tensor) else list(value)
         if not gradients:
             raise ValueError(f"there is nothing to push to key {key!r}: give a tensor, or a list with one per device")
@@ -173,7 +179,7 @@ class KVStore(ABC):
         return [gradient.detach() for gradient in gradients]
 
     def _code(self, key: Key, number: int, gradient: torch.Tensor, code: torch.Tensor) -> None:
-        """Compress into `code`; what is lost is added to the next gradient of the same key and number."""
+        """Compress a gradient into `code`; what is lost is added to the next gradient of the same key and number."""
         assert self._compression is not None
         flat = gradient.reshape(-1).cpu()
         if (key, number) not in self._residuals:
@@ -181,12 +187,12 @@ class KVStore(ABC):
         self._compression.encode(flat, self._residuals[key, number], code)
 
     def residual(self, key: Key, number: int = 0) -> torch.Tensor:
-        """What compression has not sent yet, of one device's gradient or of one part of a key that is cut."""
+        """Return what compression has not sent yet of one device's gradient, or of one part of a divided key."""
         count = self._about(key)[0].numel()
         return self._residuals.get((key, number), torch.zeros(count))
 
     def set_residual(self, key: Key, residual: torch.Tensor, number: int = 0) -> None:
-        """Go on from a checkpoint."""
+        """Set what compression has not sent yet, from a checkpoint."""
         self._residuals[key, number] = residual.clone()
 
     def __repr__(self) -> str:
@@ -194,7 +200,7 @@ class KVStore(ABC):
 
 
 class LocalStore(KVStore):
-    """All in this process: `local`, and `device`, which can compress what the devices give."""
+    """The types `local` and `device`, which keep all values in this process; `device` can compress gradients."""
 
     def __init__(self, type: str) -> None:
         super().__init__(type)
@@ -218,7 +224,7 @@ class LocalStore(KVStore):
             self._updater(key, total, stored)
 
     def _squeeze(self, key: Key, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What the others would get."""
+        """Compress and decompress a gradient, to get what other devices would receive."""
         assert self._compression is not None
         code = torch.empty(self._compression.nbytes(gradient.numel()), dtype=torch.uint8)
         self._code(key, number, gradient, code)
@@ -238,14 +244,14 @@ class LocalStore(KVStore):
 
     def _compress(self, params: Mapping[str, Any] | str) -> None:
         if self.type == "local":
-            raise ValueError("nothing is sent by a 'local' store: compress with 'device', 'dist_sync' or 'dist_async'")
+            raise ValueError("nothing is sent by a 'local' store: compress in 'device', 'dist_sync' or 'dist_async'")
 
 
 class DeviceSyncStore(LocalStore):
-    """`dist_device_sync`: no server; the workers' gradients are added up by all-reduce, and each updates its own copy.
+    """The type `dist_device_sync`, without servers: gradients are summed by all-reduce; each worker updates its copy.
 
-    On GPUs when the values are there, by NCCL; else on the CPU, through shared memory where there is some. Every worker
-    must push the same keys in the same order. With compression each worker gets the codes of all.
+    Values on GPUs are summed by NCCL, others on the CPU, through shared memory if possible. Every worker must push the
+    same keys in the same order. With compression each worker gets the codes of all.
     """
 
     def __init__(self, type: str) -> None:
@@ -280,7 +286,7 @@ class DeviceSyncStore(LocalStore):
 
 
 def add_up(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their sum, on the first one's device; the tensor itself if it is alone."""
+    """Return the sum of tensors on the first one's device; a single tensor is returned itself."""
     total = tensors[0]
     for other in tensors[1:]:
         total = total + other.to(total.device)
@@ -288,7 +294,7 @@ def add_up(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _pairs(key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of a key and its value, or of a list of each."""
+    """Return the pairs of a key and its value, for one of each or for a list of each."""
     if not isinstance(key, list | tuple):
         return iter([(key, value)])
     if not isinstance(value, list | tuple) or len(value) != len(key):

@@ -1,6 +1,6 @@
-"""How to wait for shared memory to change: look a few times, then let others have the core, then sleep.
+"""Wait for shared memory to change: check a few times, then yield the core to others, then sleep.
 
-Who can be woken by a semaphore sleeps at once after looking.
+A process that can be woken by a semaphore sleeps right after the first checks.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from dlab.memory.fence import fence
 from dlab.memory.semaphore import Semaphore
 from dlab.memory.waits import Wait, name_ranks, tell
 
-LOOKS, YIELDS = 100, 200  # turns of each, before sleeping; where ranks outnumber cores, looking keeps others from it
+LOOKS, YIELDS = 100, 200  # turns of each before sleeping; if ranks outnumber cores, checking would only delay others
 NAP, LONGEST_NAP = 20e-6, 1e-3
-ASK = 0.05  # seconds between two questions whether the wait can still end well
+ASK = 0.05  # seconds between two checks whether the wait can still succeed
 
-Whom = Callable[[], tuple[Sequence[int], str]]  # whom a wait is for, and what: ([1], "to receive from {}")
+Whom = Callable[[], tuple[Sequence[int], str]]  # the ranks waited for, and why: ([1], "to receive from {}")
 
 
 class Peers:
-    """Who the other ranks are, as far as a wait must know: the numbers of their processes.
+    """The process ids of all ranks, by which a wait finds out whether a rank is still alive.
 
-    Each rank writes its own number when it is ready, all ranks read all; it is safe because a number is written in one
+    Each rank writes its own id when it is ready, and all ranks read all; it is safe because an id is written in one
     piece, after a fence.
     """
 
     def __init__(self, numbers: memoryview, rank: int, names: Sequence[int] = ()) -> None:
         self._pids, self.rank = numbers, rank
-        self._names = names or range(len(numbers))  # by which others know these ranks: a group has numbers of its own
+        self._names = names or range(len(numbers))  # their ranks in the world; a group has its own numbering
         fence()
         self._pids[rank] = os.getpid()
-        self.workers: int | None = None  # those after so many are servers; None: there are none
+        self.workers: int | None = None  # ranks from this number on are servers; None if there are none
         self.looks = LOOKS if len(numbers) <= len(os.sched_getaffinity(0)) else 1
         self.closed = False
-        self.together = False  # does the death of any rank end the wait for any other?
-        self.others: Callable[[], str | None] = lambda: None  # why no wait has any use, for reasons of others
+        self.together = False  # whether the death of any rank ends the wait for any other
+        self.others: Callable[[], str | None] = lambda: None  # another reason that makes every wait pointless
 
     def alive(self) -> list[int]:
-        """The ranks whose processes live."""
+        """Return the ranks whose processes are alive."""
         return [rank for rank in range(len(self._pids)) if not self._is_dead(rank)]
 
     def trouble(self, rank: int) -> str | None:
-        """Why a rank will never answer; None if it still may."""
+        """Return why a rank will never answer; None if it still may."""
         if self.closed:
             return "when the group was closed"
         if self._is_dead(rank):
@@ -52,18 +52,18 @@ class Peers:
         if lost := self.others():
             return lost
         dead = [other for other in range(len(self._pids)) if self.together and self._is_dead(other)]
-        return f"which has no use any more: the process of rank {self.names(dead)[0]} has ended" if dead else None
+        return f"which is now pointless: the process of rank {self.names(dead)[0]} has ended" if dead else None
 
     def tell(self, since: float, ranks: Sequence[int], what: str) -> None:
-        """Say what this rank waits for, to whoever looks after it."""
+        """Announce what this rank waits for, so that the parent can report it."""
         tell(Wait(since, what, self.names(ranks), [self._pids[rank] for rank in ranks]))
 
     def names(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks as the world numbers them."""
+        """Return the numbers of these ranks in the world."""
         return [self._names[rank] for rank in ranks]
 
     def complaint(self, ranks: Sequence[int], what: str) -> str:
-        """`rank 0 has waited to receive from rank 1`."""
+        """Describe a wait for an error message: `rank 0 has waited to receive from rank 1`."""
         names = name_ranks(self.names(ranks), self.workers)
         return f"{name_ranks(self.names([self.rank]), self.workers)} has waited {what.replace('{}', names)}"
 
@@ -79,15 +79,16 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([file], [], [], 0)[0])  # readable when it has ended, also before it is buried
+        return bool(select.select([file], [], [], 0)[0])  # readable once it has ended, even as a zombie
     finally:
         os.close(file)
 
 
 class Backoff:
-    """Call it for each turn in vain. It raises when the wait has become hopeless, or longer than `timeout` seconds.
+    """Call it after each unsuccessful check; it waits longer each time.
 
-    `whom` gives the ranks that it waits for, and what for; one that lasts tells it now and then.
+    It raises ConnectionError when the wait can no longer succeed, and TimeoutError after `timeout` seconds. `whom`
+    returns the ranks that it waits for, and why; a long wait announces this from time to time.
     """
 
     def __init__(self, peers: Peers, timeout: float, whom: Whom, semaphore: Semaphore | None = None) -> None:
@@ -95,7 +96,7 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Something has changed: begin again."""
+        """Start again with short waits, after something has changed."""
         self._turns, self._since, self._ask = 0, 0.0, 0.0
 
     def __call__(self) -> None:
@@ -119,13 +120,13 @@ class Backoff:
 
     def _complain(self, now: float) -> None:
         others, what = self._whom()
-        if what and now > self._since:  # not when it has just begun
+        if what and now > self._since:  # not if it has only just begun
             self._peers.tell(self._since, others, what)
         for other in others or [self._peers.rank]:
             if trouble := self._peers.trouble(other):
                 raise ConnectionError(f"{self._peers.complaint([other], what)}, {trouble}")
         if now > self._since + self._timeout:
             raise TimeoutError(
-                f"{self._peers.complaint(others, what)} for {self._timeout:g} s, then its timeout was over: "
+                f"{self._peers.complaint(others, what)} for {self._timeout:g} s, until its timeout: "
                 f"{'is that rank' if len(others) < 2 else 'are these ranks'} stuck, or slow?"
             )

@@ -1,4 +1,4 @@
-"""Numbers that only grow, by which ranks tell each other how far they are."""
+"""Counters that only grow, by which ranks tell each other how far they have got."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dlab.memory.mapping import lines
 
 
 class Counters:
-    """`each` numbers for each rank.
+    """`each` counters for each rank.
 
-    Each rank writes its own, all ranks read all; it is safe because a number is written in one piece, after a fence
-    that follows whatever it announces.
+    Each rank writes its own, all ranks read all; it is safe because a counter is written in one piece, after a fence
+    that follows the data that it announces.
     """
 
     def __init__(self, memory: memoryview, ranks: int, each: int = 1) -> None:
@@ -19,16 +19,16 @@ class Counters:
 
     @staticmethod
     def room(ranks: int, each: int = 1) -> int:
-        """The bytes that they take: each rank's are on cache lines of their own."""
+        """Return the bytes that they take; each rank's counters have their own cache lines."""
         return ranks * lines(8 * each)
 
     def announce(self, rank: int, number: int, place: int = 0) -> None:
-        """For this rank: what it has done up to this number can be seen."""
+        """For this rank: announce that its work up to this number can be read."""
         fence()
         self._numbers[self._begins[rank] + place] = number
 
     def behind(self, number: int, place: int = 0) -> list[int]:
-        """The ranks that have not announced this number yet; what the others have announced can be read."""
+        """Return the ranks that have not announced this number yet; what the others have announced can be read."""
         numbers = self._numbers
         ranks = [rank for rank, begin in enumerate(self._begins) if numbers[begin + place] < number]
         fence()

@@ -1,4 +1,4 @@
-"""What processes that share memory know of each other: their numbers, their semaphores, and whether all is over."""
+"""What processes that share memory know of each other: process ids, semaphores, and whether the run is over."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dlab.memory.semaphore import Semaphore
 class Front:
     """The first pages of memory that workers share with servers, or with each other.
 
-    Each process writes its own number and initialises its own semaphore; anybody reads numbers, posts to semaphores,
-    and writes that all is over, once. It is safe because each number is written in one piece, and never taken back.
+    Each process writes its own id and initialises its own semaphore; any process reads the ids, posts to semaphores,
+    and sets the flag that the run is over. It is safe because each number is written in one piece and never reset.
     """
 
     ROOM = 1 << 16
@@ -24,7 +24,7 @@ class Front:
 
     @property
     def over(self) -> bool:
-        """Is no worker left to be served?"""
+        """Whether no worker is left to be served."""
         over = bool(self._over[0])
         fence()
         return over

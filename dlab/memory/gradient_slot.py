@@ -1,4 +1,4 @@
-"""Where a worker lays down a gradient for a server, and learns when it may lay down the next."""
+"""Slots in which a worker passes gradients to a server, and sees when it may write the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlab.memory.mapping import LINE, PAGE
 
 
 class PushCount:
-    """How many pushes the server is through with, and how stale the last of them was.
+    """The number of pushes that the server has applied, and the staleness of the last one.
 
     The server writes, the worker reads; it is safe because the count is written last, after a fence.
     """
@@ -18,23 +18,23 @@ class PushCount:
         self._numbers = memory[offset : offset + LINE].cast("Q")
 
     def read(self) -> tuple[int, int]:
-        """The pushes that are in the weights, and the staleness of the last."""
+        """Return the number of pushes that are applied, and the staleness of the last one."""
         applied = self._numbers[0]
         fence()
         return applied, self._numbers[1]
 
     def write(self, applied: int, staleness: int) -> None:
-        """Tell both; whatever the server has done before can be seen by who sees it."""
+        """Publish both; a worker that sees them also sees all that the server wrote before."""
         self._numbers[1] = staleness
         fence()
         self._numbers[0] = applied
 
 
 class GradientSlot:
-    """Room for what belongs to one part of a key: a gradient, or rows of it, or weights.
+    """Memory for one part of a key: a gradient, or rows of it, or weights.
 
-    The worker writes, the server that keeps the part reads, and counts the pushes that are in the weights; it is safe
-    because the worker lays down the next gradient only when that count says so, and asks by a `RequestQueue`.
+    The worker writes, the server that keeps the part reads, and counts the pushes that it has applied; it is safe
+    because the worker writes the next gradient only when that count allows it, and posts it by a `RequestQueue`.
     """
 
     def __init__(self, memory: memoryview, offset: int, count: int, dtype: torch.dtype, rows: int) -> None:
@@ -46,29 +46,29 @@ class GradientSlot:
 
     @classmethod
     def room(cls, count: int, dtype: torch.dtype, rows: int) -> int:
-        """The bytes that it takes: a page for the count, and the gradient."""
+        """Return the bytes that it takes: a page for the count, and the gradient."""
         return PAGE + cls._room(count, dtype, rows)
 
     @staticmethod
     def _room(count: int, dtype: torch.dtype, rows: int) -> int:
-        """As it is, with spans that it leaves out, at most every second weight; or as rows with their numbers."""
+        """Return the bytes of a gradient as it is, with the spans that it leaves out, or as rows with their numbers."""
         return count * dtype.itemsize + 8 * rows + 16
 
     @property
     def applied(self) -> int:
-        """Pushes that the server is through with."""
+        """The number of pushes that the server has applied."""
         return self._pushes.read()[0]
 
     @property
     def staleness(self) -> int:
-        """Of the last of them: updates by others between the pull that it was computed on and itself."""
+        """The number of updates between the last push and the pull that it was computed on."""
         return self._pushes.read()[1]
 
     def apply(self, staleness: int) -> None:
-        """For the server: one more."""
+        """For the server: count one more push as applied."""
         self._pushes.write(self.applied + 1, staleness)
 
     def spans_after(self, nbytes: int, count: int) -> torch.Tensor:
-        """Room behind a gradient of so many bytes for `count` spans of weights that it leaves out: begin and end."""
+        """Return the memory behind a gradient for `count` spans of weights that it leaves out: begin and end."""
         start = -(-nbytes // 8) * 8
         return self.raw[start : start + 16 * count].view(torch.int64).view(count, 2)

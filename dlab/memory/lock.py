@@ -1,4 +1,4 @@
-"""A lock in shared memory, which goes on if the process that holds it dies."""
+"""A lock in shared memory, which is released if the process that holds it dies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dlab.memory.waits import Wait, tell
 
 _libc = ctypes.CDLL(None)
 _SHARED = _ROBUST = 1  # PTHREAD_PROCESS_SHARED, PTHREAD_MUTEX_ROBUST
-_LOOK = 0.05  # seconds, between two looks whether this process was asked to end
+_LOOK = 0.05  # seconds between two checks whether this process was asked to end
 
 
 class Lock:
-    """A mutex of POSIX. It is made by one process, before any other uses it.
+    """A robust POSIX mutex.
 
-    Every process writes and reads it, by the functions of libc only; it is safe because these are, and they order
+    Every process writes and reads it, but only by the functions of libc; it is safe because these are, and they order
     what is written under the lock as a fence does.
     """
 
@@ -45,7 +45,7 @@ class Lock:
                 tell(Wait(since, "for a lock that another rank holds", [], []))
                 continue
             elif got:
-                raise OSError(got, "a lock in shared memory cannot be had")
+                raise OSError(got, "a lock in shared memory could not be acquired")
             return
 
     def __exit__(self, *_: object) -> None:

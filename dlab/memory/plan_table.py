@@ -1,4 +1,4 @@
-"""A barrier in shared memory at which ranks also compare what they are about to do."""
+"""A barrier in shared memory at which ranks also check that they are about to do the same thing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MASK = (1 << 32) - 1
 
 
 class PlanTable:
-    """A line of numbers per rank: how often it has met the others, and with which plan.
+    """A line of numbers per rank: how many barriers it has reached, and with which plan.
 
     Each rank writes its own line, all ranks read all lines; it is safe because a rank writes its count last, after a
-    fence, and nobody writes a new plan before all have met at the one before.
+    fence, and no rank writes a new plan before all have passed the barrier before.
 
-    `name(plan)` names a plan in words; `compare(mine, plan, theirs, other)` says how the plans of two ranks differ.
+    `name(plan)` describes a plan in words; `compare(mine, plan, theirs, other)` says how the plans of two ranks differ.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class PlanTable:
 
     @staticmethod
     def room(size: int) -> int:
-        """The bytes that it takes: a line and the number of its process for each rank."""
+        """Return the bytes that it takes: a line and a process id for each rank."""
         return pages((LINE + 8) * size)
 
     def meet(self, plan: Plan = ()) -> None:
-        """A barrier at which all ranks must have the same plan; whoever differs is named.
+        """Wait for all ranks, which must have the same plan; raises ValueError naming a rank whose plan differs.
 
-        The count is in the upper half of a number and a digest of the plan in the lower: one look tells both.
+        One number holds the count in its upper half and a digest of the plan in its lower half, so one read gets both.
         """
         lines, mine = self._lines, self._mine
         if plan and plan is not self._plan:
@@ -56,7 +56,7 @@ class PlanTable:
                 lines[place] = number
             self._plan = plan
         self._count += 1 << 32
-        token = self._count | (hash(plan) & _MASK if plan else 0)  # Python's hash of numbers is the same everywhere
+        token = self._count | (hash(plan) & _MASK if plan else 0)  # the hash of numbers is the same in every process
         if WEAK:
             fence()
         lines[mine] = token
@@ -68,7 +68,7 @@ class PlanTable:
 
     def _wait_for(self, line: int, token: int) -> None:
         lines, count, looks, yields = self._lines, self._count, self.peers.looks, YIELDS
-        while lines[line] < count:  # what Backoff begins with, without its cost
+        while lines[line] < count:  # the first stages of Backoff, without its cost
             if looks:
                 looks -= 1
             elif yields:
@@ -77,7 +77,7 @@ class PlanTable:
             else:
                 self._sleep_until(line, count)
         theirs = lines[line]
-        if theirs >> 32 == count >> 32 and theirs != token:  # else it is further, so it has agreed
+        if theirs >> 32 == count >> 32 and theirs != token:  # otherwise it is further on, so it has agreed
             self._disagree(line)
 
     def _sleep_until(self, line: int, count: int) -> None:

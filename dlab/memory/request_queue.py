@@ -1,4 +1,4 @@
-"""Requests of one process to another, which answers them in order."""
+"""A queue of requests from one process to another, which answers them in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dlab.memory.fence import fence
 from dlab.memory.mapping import LINE
 from dlab.memory.tensors import tensor_in
 
-TEXT = 1 << 16  # bytes for what is not a number
+TEXT = 1 << 16  # bytes for the part of a request that is not numbers
 _WORDS = 8  # in a request
 
 
 class Request(NamedTuple):
-    """What is asked for, of which part, and its numbers, of which there are three at most."""
+    """A request: the operation, the part of a key, and at most three numbers."""
 
     op: int
     part: int
@@ -24,31 +24,31 @@ class Request(NamedTuple):
 
 
 class RequestQueue:
-    """Requests of one worker to one server, and the answers.
+    """Requests of one worker to one server, and the replies.
 
-    The worker writes requests, their text and how many it has posted; the server reads them, and writes answers and
+    The worker writes requests, their text and how many it has posted; the server reads them, and writes replies and
     how many it has served. It is safe because each counts a request after it has written it, with a fence in between,
-    and because the worker posts no more than `DEPTH` that are not served, and only one of them with a text.
+    and because at most `DEPTH` requests are unserved, only one of them with a text.
     """
 
     DEPTH = 256
     ROOM = 2 * LINE + 8 * _WORDS * DEPTH + TEXT
 
     def __init__(self, memory: memoryview) -> None:
-        self._posted = memory[:LINE].cast("Q")  # how many; then the worker's epoch, and how its training has ended
-        self._served = memory[LINE : 2 * LINE].cast("Q")  # how many; then how often the server was replaced
+        self._posted = memory[:LINE].cast("Q")  # their number; then the worker's epoch, and the outcome of its training
+        self._served = memory[LINE : 2 * LINE].cast("Q")  # their number; then how often the server was replaced
         self._words = memory[2 * LINE : self.ROOM - TEXT].cast("q")
         self._text = memory[self.ROOM - TEXT : self.ROOM]
-        self.known = self.generation  # of the server that the worker means
+        self.known = self.generation  # the generation of the server that the worker addresses
 
     @property
     def posted(self) -> int:
-        """How many there ever were."""
+        """The number of requests posted so far."""
         return self._posted[0]
 
     @property
     def served(self) -> int:
-        """How many of them are answered."""
+        """The number of requests answered so far."""
         served = self._served[0]
         fence()
         return served
@@ -61,18 +61,18 @@ class RequestQueue:
         return generation
 
     def renew(self) -> None:
-        """For a server in the place of one that has died: it knows nothing of what was asked."""
+        """For a server that replaces one that has died: drop all requests that were posted before."""
         self._served[1] += 1
         fence()
         self._served[0] = self._posted[0]
 
     def begin_anew(self, generation: int, epoch: int) -> None:
-        """For the worker: from now on it means this server, and nothing that it has asked before."""
+        """For the worker: address this server, and drop all requests that were posted before."""
         self.known, self._posted[1] = generation, epoch
 
     @property
     def outcome(self) -> int:
-        """How the worker's training has ended: twice its epoch, and 1 if it was well or 2 if it was not; at first 0."""
+        """The outcome of the worker's training: 2 * epoch + 1 for success, 2 * epoch + 2 for failure; 0 at first."""
         outcome = self._posted[2]
         fence()
         return outcome
@@ -86,7 +86,7 @@ class RequestQueue:
         return generation | self._posted[1] << 32
 
     def post(self, op: int, part: int, *numbers: int) -> int:
-        """For the worker: ask, and get the number that `served` will reach. There must be room."""
+        """For the worker: post a request, for which there must be room; returns the number that `served` will reach."""
         number = self._posted[0]
         start = number % self.DEPTH * _WORDS
         for place, word in enumerate((op, part, self._tag(self.known), len(numbers), *numbers), start):
@@ -96,7 +96,7 @@ class RequestQueue:
         return number + 1
 
     def head(self) -> Request | None:
-        """For the server: the oldest that is not answered; those that are not meant for it any more never are."""
+        """For the server: return the oldest unanswered request, and skip those for a server that was replaced."""
         while (number := self._served[0]) < self._posted[0]:
             fence()
             start = number % self.DEPTH * _WORDS
@@ -107,28 +107,28 @@ class RequestQueue:
         return None
 
     def serve(self, reply: int = 0) -> None:
-        """For the server: it is answered, perhaps with a number."""
+        """For the server: mark the oldest request as answered, with a number as the reply."""
         self._words[(self._served[0] % self.DEPTH + 1) * _WORDS - 1] = reply
         fence()
         self._served[0] += 1
 
     def reply(self, number: int) -> int:
-        """For the worker: what the server has answered to a request that is served, soon after it was."""
+        """For the worker: return the reply to a served request, before its slot is reused."""
         return self._words[((number - 1) % self.DEPTH + 1) * _WORDS - 1]
 
     def write(self, content: Any) -> int:
-        """Text, for a request that has some. Only one such may be under way. Gives its length."""
+        """Write the text of the next request, while no other request with a text is unserved; returns its length."""
         text = json.dumps(content).encode()
         if len(text) > TEXT - 8:
-            raise ValueError(f"{len(text)} bytes of text are too many for a server: there is room for {TEXT - 8}")
+            raise ValueError(f"a request to a server has {len(text)} bytes of text: only {TEXT - 8} fit")
         self._text[:8] = len(text).to_bytes(8, "little")
         self._text[8 : 8 + len(text)] = text
         return len(text)
 
     def text(self, length: int) -> torch.Tensor | None:
-        """Where a text of this length is, or will be, with its length in front; None if there is none."""
+        """Return the memory of a text of this length, which starts with the length; None if there is no text."""
         return tensor_in(self._text, torch.uint8, 8 + length) if length else None
 
     def read(self) -> Any:
-        """The other end of `write`."""
+        """Read the text that `write` has written."""
         return json.loads(bytes(self._text[8 : 8 + int.from_bytes(self._text[:8], "little")]))

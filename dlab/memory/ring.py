@@ -1,6 +1,6 @@
-"""Rings of bytes with one writer and one reader: one for messages that flow through it, one for records that fit.
+"""Ring buffers with one writer and one reader: one for messages of any length, one for records that fit as a whole.
 
-Both count for ever: `head` what was written, `tail` what was read. Their difference is what lies in the ring.
+In both, `head` counts all bytes ever written and `tail` all bytes ever read; their difference is in the ring.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Ring:
     """Bytes on their way from one rank to another.
 
     The sender writes the bytes and `head`, the receiver reads them and writes `tail`; it is safe because each moves
-    its own counter only when it is through with the bytes, with a fence in between.
+    its own counter only when it has finished with the bytes, with a fence in between.
     """
 
-    ROOM = 2 * LINE + (1 << 20)  # bytes; larger messages flow through, in few pieces, for each costs a wait
+    ROOM = 2 * LINE + (1 << 20)  # bytes; a larger message takes several pieces, each of which costs a wait
 
     def __init__(self, memory: memoryview) -> None:
         self._head = memory[:LINE].cast("Q")
@@ -27,7 +27,7 @@ class Ring:
         self._room = len(self._bytes)
 
     def put(self, source: memoryview) -> int:
-        """Write as much as there is room for; gives how much."""
+        """Write as many bytes as there is room for, and return their number."""
         head, room = self._head[0], self._room
         count = min(len(source), room - (head - self._tail[0]))
         if count:
@@ -44,7 +44,7 @@ class Ring:
         return count
 
     def get(self, target: memoryview) -> int:
-        """Read as much as is there and fits; gives how much."""
+        """Read as many bytes as there are and fit, and return their number."""
         tail = self._tail[0]
         count = min(len(target), self._head[0] - tail)
         if count:
@@ -62,10 +62,10 @@ class Ring:
 
 
 class RecordRing:
-    """Records of any length; one that does not fit is not written but counted as dropped, so nobody ever waits.
+    """Records of any length; one that does not fit is dropped and counted, so the writer never waits.
 
     One process writes records, `head` and the count of drops, another reads the records and writes `tail`; it is safe
-    because a record is written whole, and after a fence, before `head` moves on.
+    because a record is complete, and followed by a fence, before `head` moves on.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -76,16 +76,16 @@ class RecordRing:
 
     @property
     def dropped(self) -> int:
-        """How many records did not fit since the ring was cleared."""
+        """The number of records that were dropped since the ring was cleared."""
         return self._counters[2]
 
     def clear(self) -> None:
-        """Forget everything; for the reader, while nobody writes."""
+        """For the reader: empty the ring and reset the counters, while no thread writes."""
         self._counters[0] = self._counters[1] = self._counters[2] = 0
         fence()
 
     def append(self, record: bytes) -> bool:
-        """For the writer, who holds `turn`: write a record, or count it as dropped if the reader is too far behind."""
+        """For the writer, which holds `turn`: write a record, or drop it if the reader is too far behind."""
         head, length, room = self._counters[0], len(record), self._room
         if length > room - (head - self._counters[1]):
             self._counters[2] += 1
@@ -103,7 +103,7 @@ class RecordRing:
         return True
 
     def take_all(self) -> bytes:
-        """For the reader: all records that have been written and not been taken yet, one after another."""
+        """For the reader: take all records written since the last call, one after another."""
         head, tail = self._counters[0], self._counters[1]
         if head == tail:
             return b""

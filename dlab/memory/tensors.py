@@ -1,4 +1,4 @@
-"""Tensors on shared memory, and the bytes of tensors that go through it: nothing is copied."""
+"""Tensors in shared memory, and the bytes of tensors that are sent through it, without copies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dlab.memory.mapping import pages
 
 
 def tensor_in(memory: Any, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
-    """A tensor on these bytes; it keeps the memory."""
+    """Return a tensor on these bytes, which keeps the memory alive."""
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's content where it lies; hold the tensor as long as you use it."""
+    """Return the bytes of a tensor without a copy; keep the tensor alive as long as you use them."""
     if not tensor.is_cpu:
         raise TypeError(f"shared memory carries tensors on the CPU, not on {tensor.device}: call .cpu() first")
     nbytes = tensor.numel() * tensor.element_size()
@@ -27,7 +27,7 @@ class Arena:
     """A slot of `nbytes` for each rank.
 
     Every rank writes and reads every slot; it is safe because between a write and a read of the same bytes the ranks
-    meet at a `PlanTable`, or one has announced it in `Counters`.
+    pass a barrier of a `PlanTable`, or the writer has announced it in `Counters`.
     """
 
     def __init__(self, memory: memoryview, nbytes: int, ranks: int, number: int = 0) -> None:
@@ -35,13 +35,13 @@ class Arena:
 
     @staticmethod
     def room(nbytes: int, ranks: int) -> int:
-        """The bytes that it takes."""
+        """Return the bytes that it takes for so many ranks."""
         return ranks * pages(nbytes)
 
     def slot(self, rank: int) -> Any:
-        """The bytes of a slot, as an object that can be watched: it goes when the last tensor in it is gone."""
+        """Return the bytes of a slot as an object that is freed, and can be watched, with the last tensor in it."""
         return (ctypes.c_char * self.nbytes).from_buffer(self._memory, rank * pages(self.nbytes))
 
     def rows(self, offset: int, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
-        """The same stretch of every slot."""
+        """Return the same part of every slot as tensors."""
         return [tensor_in(self.slot(rank), dtype, count, offset) for rank in self._ranks]

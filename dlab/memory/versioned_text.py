@@ -1,4 +1,4 @@
-"""A text in shared memory that is replaced now and then, and costs nothing to look at as long as it is the same."""
+"""A text in shared memory that is replaced now and then, and costs almost nothing to check while it is the same."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dlab.memory.fence import fence
 
 
 class VersionedText:
-    """Bytes with a version, which is odd while they are written.
+    """Bytes with a version number, which is odd while they are being written (a seqlock).
 
-    One process writes, all others read; it is safe because a reader takes the text only if its version was even, and
+    One process writes, all others read; it is safe because a reader accepts the text only if the version was even, and
     the same before and after, with a fence on both sides.
     """
 
@@ -22,7 +22,7 @@ class VersionedText:
         return len(self._text)
 
     def write(self, text: bytes) -> None:
-        """Replace it by one that fits."""
+        """Replace the text by one that fits."""
         self._version[0] += 1
         fence()
         self._text[: len(text)] = text
@@ -31,7 +31,7 @@ class VersionedText:
         self._version[0] += 1
 
     def read_newer(self, seen: int) -> tuple[int, bytes] | None:
-        """The version and its text; None if the reader has seen it. Costs one read of memory then. At first, -1."""
+        """Return the version and its text; None, at the cost of one read, if the version is `seen` (-1 at first)."""
         while (version := self._version[0]) != seen:
             fence()
             text = bytes(self._text[: self._version[1]])

@@ -1,6 +1,6 @@
-"""Versions of weights, made only when they are needed: who pulls is told where the weights are, and reads them there.
+"""Versions of weights, made only when needed, so that a reader can use the newest one in place, without a copy.
 
-As long as somebody may still read a version, the next one is written elsewhere. Taught in `05_parameter_server.ipynb`.
+As long as a reader may still use a version, the next one is written elsewhere. Taught in `05_parameter_server.ipynb`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 
 
 class Numbers(Protocol):
-    """Numbers: a list, or memory that several processes see."""
+    """Numbers in a list, or in memory that several processes share."""
 
     def __getitem__(self, place: int, /) -> int: ...
     def __setitem__(self, place: int, number: int, /) -> None: ...
 
 
 class Versions:
-    """There are never more than readers, and one. `make(number)` makes one, once.
+    """At most one more version than there are readers; `make(number)` makes each of them once.
 
-    Who updates the weights writes a version and the table, readers read the version that they were lent; it is safe
-    because nobody writes into a version that is lent, and because the table belongs to one process, a server, which
-    answers by a `RequestQueue`, or is guarded by the lock of a `LockedPage`.
+    The process that updates the weights writes a version and the table, readers read the version that they were lent;
+    it is safe because a version that is lent is never written, and because the table belongs to one process, a server
+    that replies by a `RequestQueue`, or is guarded by the lock of a `LockedPage`.
 
-    The table has one place more than there are readers: which copy is the newest; then, for each reader, one more than
-    the number of the copy that it was lent, or 0.
+    The table holds the number of the newest version, then, for each reader, one more than the number of the version
+    that it was lent, or 0.
     """
 
     def __init__(self, readers: int, table: Numbers, make: Callable[[int], torch.Tensor]) -> None:
@@ -44,21 +44,21 @@ class Versions:
         return self._table[0]
 
     def lend(self, reader: int) -> int:
-        """The newest, which stays as it is until this reader comes again."""
+        """Return the newest version, which does not change until this reader's next call."""
         self._table[1 + reader] = 1 + self.newest
         return self.newest
 
     def forget(self, reader: int) -> None:
-        """It has died, and reads no more."""
+        """Take back the version of a reader that has died."""
         self._table[1 + reader] = 0
 
     def next(self) -> int:
-        """Where to write the weights after an update: in place, if nobody reads them."""
+        """Return the version to write after an update: the newest itself, if no reader uses it."""
         taken = {self._table[1 + reader] - 1 for reader in range(self._readers)}
         if self.newest not in taken:
             return self.newest
         return next(number for number in range(self._readers + 1) if number not in taken)
 
     def turn_to(self, number: int) -> None:
-        """It is written, and the newest from now on."""
+        """Make a version that has been written the newest one."""
         self._table[0] = number

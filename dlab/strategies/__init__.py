@@ -1,4 +1,4 @@
-"""The SGD family, all of one shape: begin, then after every backward pass a step, and an end; see `Strategy`."""
+"""The SGD family; every member has the same interface: begin, a step after every backward pass, end. See `Strategy`."""
 
 from dlab.strategies.asynchronous import AsyncSGD, VirtualClock
 from dlab.strategies.averaging import ModelAveraging, nesterov

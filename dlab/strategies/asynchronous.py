@@ -1,7 +1,7 @@
 """Asynchronous SGD without a server: every rank applies its own gradient at once, and the others' as they arrive.
 
-No rank waits for a gradient, so a straggler slows down nobody else until they are `room` gradients ahead of it; but a
-gradient may be applied to weights that were updated since it was computed. The number of those updates is its
+No rank waits for a gradient, so a straggler slows the others down only when they are `room` gradients ahead of it; but
+a gradient may be applied to weights that were updated since it was computed. The number of those updates is its
 staleness. Taught in `04_async_sgd.ipynb`.
 """
 
@@ -25,18 +25,18 @@ from dlab.transports.rendezvous import Survivors
 
 
 class VirtualClock:
-    """When each rank would finish each step, from a seed: the same interleaving every time.
+    """Decides from a seed when each rank finishes each step, so that every run has the same interleaving.
 
     A step of rank r takes `speeds[r]` (default 1) plus up to `jitter` of that, at random.
     """
 
     def __init__(self, seed: int = 0, speeds: Sequence[float] = (), jitter: float = 0.5) -> None:
         if any(speed <= 0 for speed in speeds) or jitter < 0:
-            raise ValueError(f"speeds={speeds!r}, jitter={jitter!r}: a step takes more than no time")
+            raise ValueError(f"speeds={speeds!r}, jitter={jitter!r}: give speeds above 0 and a jitter of 0 or more")
         self.seed, self.speeds, self.jitter = seed, tuple(speeds), jitter
 
     def ends(self, rank: int, turn: int = 0) -> Iterator[tuple[float, int]]:
-        """(time, rank) of the end of each of its steps; the clock begins a new turn after a checkpoint."""
+        """Yield (time, rank) for the end of each step of a rank; each checkpoint starts a new turn of the clock."""
         speed = self.speeds[rank] if rank < len(self.speeds) else 1.0
         dice, now = random.Random(f"{self.seed} {rank} {turn}"), 0.0
         while True:
@@ -48,7 +48,7 @@ class VirtualClock:
 
 
 GRADIENT, NO_MORE, MODEL = range(3)  # kinds of messages
-_PHASES = ("gradient", "no more gradients", "model")  # what a recorder calls them
+_PHASES = ("gradient", "no more gradients", "model")  # their names in a recording
 
 
 class AsyncSGD(Strategy):
@@ -56,8 +56,8 @@ class AsyncSGD(Strategy):
 
     The staleness of an update is the number of updates that this rank had made and the gradient's weights had not. A
     rank may be at most `room` gradients ahead of the slowest reader. `clock=None` is real time; a `VirtualClock`
-    decides instead which gradients a step finds, so that every run gives the same result. A rank that dies is missed
-    by nobody. With n ranks each weight is updated n times per step: take a smaller learning rate than for `SyncSGD`.
+    decides instead which gradients a step finds, so that every run gives the same result. If a rank dies, the others
+    continue. With n ranks each weight is updated n times per step: use a smaller learning rate than for `SyncSGD`.
     """
 
     survives = True
@@ -70,7 +70,7 @@ class AsyncSGD(Strategy):
         self.clock, self.room = clock, room
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Open the queues. A message: a gradient, how many updates of each rank its weights had, and its kind."""
+        """Open the queues. A message holds a gradient, the updates by each rank in its weights, and its kind."""
         super().begin(model, optimizer, transport)
         self._flat = flatten_gradients(model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -80,16 +80,16 @@ class AsyncSGD(Strategy):
             transport,
             transport.rank,
             transport.size,
-        )  # `self.transport` is of those who have settled
+        )  # `self.transport` connects the ranks that have settled
         self._survivors = Survivors(transport)
         self._message = torch.zeros(room + transport.size + 1, dtype=self._flat.dtype)
         self._queue: BroadcastQueue = open_broadcast_queue(
             transport, len(self._message), self._message.dtype, self.room
         )
-        self._writing = set(self._queue.others)  # who still sends gradients
-        self._settled = {transport.rank}  # who has sent the last one
-        self._updates = [0] * transport.size  # made here, by whose gradient
-        self._seen = list(self._updates)  # those that were in the weights of the gradient under way
+        self._writing = set(self._queue.others)  # ranks that still send gradients
+        self._settled = {transport.rank}  # ranks that have sent their last gradient
+        self._updates = [0] * transport.size  # made here, by the rank of the gradient
+        self._seen = list(self._updates)  # those in the weights of the current gradient
         self._told: list[int] = []
         self._start_clock(0)
         return model
@@ -104,7 +104,7 @@ class AsyncSGD(Strategy):
     # one step
 
     def clear(self) -> None:
-        """Apply what has arrived, then make room for a gradient of my own."""
+        """Apply the gradients that have arrived, then clear the buffer for this rank's own."""
         if self.clock is None:
             self._take_in()
         else:
@@ -113,7 +113,7 @@ class AsyncSGD(Strategy):
         self._seen = list(self._updates)
 
     def step(self) -> Told:
-        """Mine at once; then let the others have it."""
+        """Apply this rank's own gradient at once, then send it to the others."""
         self._message[: len(self._flat)].copy_(self._flat)
         trace("sent", *self._parameters)
         self._update(self._rank, self._seen)
@@ -127,7 +127,7 @@ class AsyncSGD(Strategy):
 
     def _post(self, kind: int) -> None:
         while behind := self._queue.behind():
-            if self.clock is not None or not self._take_in():  # who waits for others goes on reading
+            if self.clock is not None or not self._take_in():  # a rank that waits keeps on reading
                 self._queue.pause(behind)
         self._message[-1 - self._size :] = torch.tensor([*self._seen, kind])
         start = time.time()
@@ -138,7 +138,7 @@ class AsyncSGD(Strategy):
                 self._all.note(self._rank, other, self._message.nbytes, start)
 
     def _take_in(self) -> bool:
-        """Apply whatever is there; was there anything?"""
+        """Apply all gradients that have arrived, and return whether there were any."""
         found = False
         for source in list(self._writing):
             while source in self._writing and (message := self._queue.next(source)) is not None:
@@ -161,7 +161,7 @@ class AsyncSGD(Strategy):
         self._updates[source] += 1
 
     def _wait_for_due(self, now: float) -> None:
-        """By the virtual clock: what all others have finished by now, in the order in which they did."""
+        """Apply what the others have finished by now on the virtual clock, in the order in which they finished it."""
         while self._writing and self._next[0] <= now:
             source = self._next[1]
             self._next = next(self._ends)
@@ -175,29 +175,29 @@ class AsyncSGD(Strategy):
         else:
             self._open(source, message)
 
-    # the end
+    # at the end and before a checkpoint
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Since the last time that all settled."""
+        """Whether a rank has died since the ranks last settled."""
         return self._survivors.has_lost_one
 
     def settle(self) -> None:
-        """Apply all that is still to come. All ranks have made the same updates then, each in an order of its own.
+        """Apply all outstanding gradients; afterwards all ranks have made the same updates, each in its own order.
 
-        Whoever has died before it settled is missed from here on. A death now ends what the others do on the transport.
+        A rank that died before it settled is left out of `transport`, where any later death raises ConnectionError.
         """
         self.transport = self._survivors.among(self._take_in_all())
 
     def _take_in_all(self) -> list[int]:
-        """Gives those whose last gradient has come: the same to all."""
+        """Apply all outstanding gradients; returns the ranks whose last one has arrived, the same list on all ranks."""
         self._post(NO_MORE)
         if self.clock is not None:
             self._wait_for_due(_NEVER[0])
         while self._writing:
             if not self._take_in():
                 self._queue.pause(self._writing)
-                if not self._take_in():  # what the dead have posted is read first
+                if not self._take_in():  # messages of ranks that died are read first
                     self._writing -= self._queue.gone
         settled = sorted(self._settled)
         self._writing, self._settled = self._settled - {self._rank}, {self._rank}
@@ -205,13 +205,13 @@ class AsyncSGD(Strategy):
         return settled
 
     def state(self) -> dict[str, Any]:
-        """This rank's own model and optimizer."""
+        """Return this rank's own model and optimizer, for a checkpoint."""
         parameters = torch.cat([each.detach().view(-1).cpu() for each in self._parameters])
         optimizer = self.optimizer.state_dict()
         return {"parameters": parameters, "optimizer": optimizer, "updates": self._updates, "turn": self._turn}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """As it was; among another number of ranks one may have another's model."""
+        """Restore model and optimizer; if there were m ranks before, not n, rank r gets those of r modulo m."""
         state = states[self._rank % len(states)]
         sizes = [each.numel() for each in self._parameters]
         with torch.no_grad():
@@ -223,7 +223,7 @@ class AsyncSGD(Strategy):
         self._start_clock(state["turn"])
 
     def end(self) -> None:
-        """Settle, then average the models of those who are there."""
+        """Settle, then average the models of all ranks that are alive."""
         self._take_in_all()
         own = torch.cat([each.detach().view(-1).to("cpu", self._flat.dtype) for each in self._content()])
         self._message[: len(own)] = own
@@ -234,7 +234,9 @@ class AsyncSGD(Strategy):
             if message is not None:
                 models[source] = message[: len(own)].clone()
         there = sorted(models)
-        mean = torch.stack([models[rank] for rank in there]).mean(0)  # in the same order everywhere: the same bits
+        mean = torch.stack([models[rank] for rank in there]).mean(
+            0
+        )  # in the same order on all ranks, for the same bits
         with torch.no_grad():
             sizes = [each.numel() for each in self._content()]
             for each, part in zip(self._content(), mean.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""Data slicing: every rank trains alone on its shard, and only the models are averaged, at the end or now and then.
+"""Model averaging: every rank trains alone on its shard, and only the models are averaged, at intervals or at the end.
 
 `every=k` is local SGD; `outer` is the outer step of DiLoCo. Taught in `03_sync_sgd.ipynb`.
 """
@@ -20,7 +20,7 @@ Outer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 def nesterov(parameters: Iterable[torch.Tensor], lr: float = 0.7, momentum: float = 0.9) -> torch.optim.Optimizer:
-    """The outer optimizer of DiLoCo, with its numbers."""
+    """Make the outer optimizer of DiLoCo, SGD with Nesterov momentum, with the paper's hyperparameters."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
 
 
@@ -28,8 +28,8 @@ class ModelAveraging(Strategy):
     """Average parameters every `every` steps, or only at the end (None).
 
     Costs one all-reduce of the model each time, instead of one per step. With `outer`, a function that makes an
-    optimizer, such as `nesterov`, the difference between the last common model and the average is taken as a gradient
-    of that optimizer. With plain SGD and `every=1` it is synchronous SGD.
+    optimizer, such as `nesterov`, the difference between the last common model and the average is that optimizer's
+    gradient. With plain SGD and `every=1` it equals synchronous SGD.
     """
 
     def __init__(self, every: int | None = None, outer: Outer | None = None) -> None:
@@ -40,7 +40,7 @@ class ModelAveraging(Strategy):
         self.every, self.outer = every, outer
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """The common model is the first one."""
+        """Start with equal models, which are the first common model."""
         super().begin(model, optimizer, transport)
         self._steps = 0
         self._common = parameters_to_vector(model.parameters()).detach()
@@ -48,7 +48,7 @@ class ModelAveraging(Strategy):
         return model
 
     def step(self) -> Told:
-        """Alone, but for every so many steps."""
+        """Update this rank's own model, and average the models every `every` steps."""
         self.optimizer.step()
         self._steps += 1
         watch = Stopwatch()
@@ -58,7 +58,7 @@ class ModelAveraging(Strategy):
         return {"wait": watch.seconds}
 
     def end(self) -> None:
-        """Average what was not averaged yet; running statistics too."""
+        """Average the models if they have changed since the last time, and the running statistics in any case."""
         if not self.every or self._steps % self.every:
             self._average()
         for buffer in self.model.buffers():
@@ -79,21 +79,21 @@ class ModelAveraging(Strategy):
         self._fill(self._common)
 
     def _fill(self, vector: torch.Tensor) -> None:
-        """Copied: torch's own vector_to_parameters would let the model train in the vector."""
+        """Copy a vector to the parameters; torch's vector_to_parameters would make them views of it instead."""
         parameters = list(self.model.parameters())
         with torch.no_grad():
             for parameter, part in zip(parameters, vector.split([each.numel() for each in parameters]), strict=True):
                 parameter.copy_(part.view_as(parameter))
 
     def state(self) -> dict[str, Any]:
-        """This rank's own model and optimizer, and how far it is."""
+        """Return this rank's own model and optimizer, its steps, and the last common model, for a checkpoint."""
         outer = self._optimizer.state_dict() if self._optimizer else None
         parameters = parameters_to_vector(self.model.parameters()).detach()
         own = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
         return own | {"steps": self._steps, "common": self._common, "outer": outer}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """As it was; among another number of ranks all begin with the mean of the models."""
+        """Restore the state; with a different number of ranks, all start from the mean of the models."""
         state = states[self.transport.rank % len(states)]
         same = len(states) == self.transport.size
         self._fill(state["parameters"] if same else torch.stack([each["parameters"] for each in states]).mean(0))

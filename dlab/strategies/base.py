@@ -1,8 +1,8 @@
-"""What all strategies have in common: they begin with equal models, and are asked after every backward pass.
+"""The interface of all strategies: they start from equal models, and are called before and after every backward pass.
 
-A strategy knows a model, an optimizer and a transport, and nothing of processes: it works in a cluster, in a rehearsal
-on threads, and under `torchrun`. One that only averages gradients defines `step`; one that cuts the model over the
-ranks defines more of what is here. Taught in `03_sync_sgd.ipynb`.
+A strategy knows a model, an optimizer and a transport, but no processes: it works in a cluster, in a rehearsal on
+threads, and under `torchrun`. One that only averages gradients defines `step`; one that shards the model overrides
+more of these methods. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from dlab.collectives import broadcast
 from dlab.strategies.objective import Batch, Objective
 from dlab.transports import Transport
 
-Told = dict[str, Any]  # what a step has to tell: the seconds that it waited, and more
+Told = dict[str, Any]  # what a step reports: the seconds that it waited, and more
 
 
 class Strategy:
-    """How ranks that train together, each on a part of the data or of the model, come to one result.
+    """How ranks that train together, each on a part of the data or of the model, arrive at one result.
 
-    A training loop asks for the `data_group`, calls `build` and `begin` once; then, for every batch, `clear`,
-    `backward` and `step`; and `end` after the last. A strategy of your own needs `step` alone: the rest is written
-    here for ranks that each hold the whole model and have samples of their own.
+    A training loop asks for the `data_group` and calls `build` and `begin` once; then, for every batch, `clear`,
+    `backward` and `step`; and `end` after the last. A strategy of your own needs only `step`: the other methods work
+    for ranks that each hold the whole model and have their own samples.
     """
 
-    survives: bool = False  # goes on by itself when a rank has died
-    servers: int = 0  # that it needs
-    sharded: bool = False  # does a rank hold a part of the model only?
+    survives: bool = False  # whether it continues when a rank dies, without a restart
+    servers: int = 0  # number of servers that it needs
+    sharded: bool = False  # whether a rank holds only a part of the model
 
     @property
     def checks(self) -> dict[str, Callable[[Any], object]]:
-        """For each knob of its own, by name: what raises ValueError if a value makes no sense."""
+        """For each of its knobs, by name, a function that raises ValueError for a bad value."""
         return {}
 
     @property
     def elastic(self) -> bool:
-        """Can ranks that are left begin it anew? Only if each of them holds all of the weights and the optimizer."""
+        """Whether the surviving ranks can restart it: only if each holds all of the weights and of the optimizer."""
         return False
 
     # before the first step
 
     def data_group(self, transport: Transport) -> Transport:
-        """The ranks that hold the same part of the model as this one: the data are dealt among them.
+        """Return the ranks that hold the same part of the model as this one; the data are divided among them.
 
-        By default all ranks. On a mesh it is a line, `mesh["dp"]`. Peers along the other axes have the same rank in
-        their data groups, and so the same samples and the same random numbers, for dropout. Sends nothing.
+        By default these are all ranks; on a mesh, a line `mesh["dp"]`. Peers along the other axes have the same rank in
+        their data groups, and so the same samples and the same random numbers for dropout. Sends nothing.
         """
         return transport
 
     def build(self, make_model: Callable[[], nn.Module], transport: Transport) -> nn.Module:
-        """Make what this rank is to hold: by default the whole model.
+        """Make the part of the model that this rank holds, by default all of it.
 
-        `make_model()` gives the same weights on every rank. Under `torch.device("meta")` it gives a model without any,
-        so that no rank need ever hold them all. The optimizer is made from the parameters of what is given back.
+        `make_model()` makes the same weights on every rank. Under `torch.device("meta")` it makes a model without
+        weights, so that no rank ever has to hold them all. The optimizer gets the parameters of the returned module.
         """
         return make_model()
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Make the models of a data group equal to that of its first rank, and give the module to call."""
+        """Make the models of a data group equal to that of its first rank, and return the module to call."""
         self.model, self.optimizer, self.transport = model, optimizer, transport
         self.group = self.data_group(transport)
-        spread_all([*model.parameters(), *model.buffers()], self.group)
+        broadcast_all([*model.parameters(), *model.buffers()], self.group)
         return model
 
     # one step
 
     def clear(self) -> None:
-        """Before the first backward pass of a step."""
+        """Clear the gradients before the first backward pass of a step."""
         self.optimizer.zero_grad()
 
     def backward(self, module: nn.Module, batch: Batch, objective: Objective) -> float | None:
-        """Leave the gradient of the weighted mean loss in the model, in one pass or several; gives the mean loss.
+        """Compute the gradient of the weighted mean loss, in one pass or several, and return the mean loss.
 
-        None where another rank tells the loss of the same samples, as the last stage of a pipeline does for all.
+        Returns None if another rank reports the loss of these samples, like the last stage of a pipeline.
         """
         pieces = min(objective.pieces, len(batch.labels))
         total = 0.0
@@ -91,58 +91,58 @@ class Strategy:
         return total
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Around all passes of a step but the last, where gradients are accumulated."""
+        """Return the context for all backward passes of a step but the last, when gradients are accumulated."""
         return nullcontext()
 
     def step(self) -> Told:
-        """After the backward pass: bring the ranks together, as far as this strategy does, and update the weights."""
+        """Combine the gradients or the models of the ranks after the backward pass, and update the weights."""
         raise NotImplementedError
 
     # after the last step, and for checkpoints
 
     def end(self) -> None:
-        """After the last step, all ranks of a data group hold one model: that of its first rank, with its buffers."""
-        spread_all(self.model.buffers(), self.data_group(self.transport))
+        """Make the models of a data group equal after the last step: by default the buffers, from its first rank."""
+        broadcast_all(self.model.buffers(), self.data_group(self.transport))
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """The state of the whole model under its own names; every rank must call it, and every rank gets all of it.
+        """Return the state of the whole model, under its own parameter names; every rank must call it.
 
         Sends nothing where each rank holds the whole model; a strategy that is `sharded` gathers the parts.
         """
         return self.model.state_dict()
 
     def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
-        """The opposite: take this rank's part of the state of a whole model."""
+        """Load this rank's part of the state of a whole model."""
         self.model.load_state_dict(state)
 
     def settle(self) -> None:
-        """Bring to an end whatever is under way between ranks, before a checkpoint. Every rank must call it."""
+        """Complete all communication between ranks before a checkpoint; every rank must call it."""
 
     def state(self) -> dict[str, Any]:
-        """What this rank needs to go on and the whole model's state does not tell; for a checkpoint.
+        """Return what a checkpoint must store of this rank besides the whole model's state.
 
-        Where ranks hold different states of their optimizers it has one, under "optimizer", for `restore` to load;
-        else rank 0 saves that of its own for all.
+        If ranks have different optimizer states, it includes this rank's under "optimizer", for `restore` to load;
+        otherwise rank 0 saves its own for all.
         """
         return {}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """The opposite, from the states of all ranks, which may have been more or fewer than now."""
+        """Restore this rank from the saved states of all ranks, which may have been more or fewer than now."""
 
-    # when somebody has died
+    # when a rank or a server has died
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Has one died that it takes for one of its own, and will go on without?"""
+        """Whether a rank of this strategy has died, and the strategy continues without it."""
         return False
 
     @property
     def has_lost_a_server(self) -> bool:
-        """Has one died that it has not yet begun anew without?"""
+        """Whether a server has died since the strategy last began."""
         return False
 
     def reconnect(self) -> Transport:
-        """After a server was lost: wait until there is a new one. Gives a new transport, for `begin` to begin anew."""
+        """Wait until a lost server has been replaced, and return a new transport with which to call `begin` again."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -151,8 +151,8 @@ class Strategy:
         return f"{type(self).__name__}({shown})"
 
 
-def spread_all(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
-    """Tensors as on rank 0: one broadcast each."""
+def broadcast_all(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
+    """Replace tensors by those of rank 0; costs one broadcast per tensor."""
     with torch.no_grad():
         for tensor in tensors:
             row = tensor.detach().contiguous()
@@ -161,7 +161,7 @@ def spread_all(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
 
 
 class Stopwatch:
-    """Seconds spent inside `with` blocks."""
+    """Adds up the seconds spent inside `with` blocks."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

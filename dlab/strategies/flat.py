@@ -1,4 +1,4 @@
-"""All-reduce SGD: the sums of `SyncSGD`, fast: one flat gradient, reduced in buckets while the backward pass goes on.
+"""All-reduce SGD: `SyncSGD` made fast, with one flat gradient that is reduced in buckets during the backward pass.
 
 Taught in `03_sync_sgd.ipynb`.
 """
@@ -19,12 +19,12 @@ from dlab.transports import Transport
 
 
 class AllReduceSGD(Strategy):
-    """Gradients lie one after another in one tensor, in shared memory on one host, and are averaged in buckets.
+    """Keeps all gradients in one flat tensor, in shared memory on one host, and averages them in buckets.
 
-    A bucket holds at least `bucket_mb` megabytes. With `overlap` it is reduced as soon as its last gradient is there,
-    and those before it are sent, while the backward pass goes on; without, when the pass is over. A parameter that
-    some ranks have not used counts as zeros there; one that no rank has used gets no gradient, as in DDP. All ranks
-    hold the same bits.
+    A bucket holds at least `bucket_mb` megabytes. With `overlap` it is reduced during the backward pass, as soon as its
+    last gradient is computed and the buckets before it are sent; without, after the pass. On a rank that has not used a
+    parameter its gradient counts as zeros; one that no rank has used gets no gradient, as in DDP. All ranks hold the
+    same bits.
     """
 
     def __init__(self, bucket_mb: float = 1.0, overlap: bool = True) -> None:
@@ -38,7 +38,7 @@ class AllReduceSGD(Strategy):
         return True
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Lay out the gradients, and listen to the backward pass."""
+        """Lay out the gradients in a flat tensor, and register hooks on the backward pass."""
         super().begin(model, optimizer, transport)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reducer = reducer_for(self.group, self._parameters[0].device)
@@ -56,7 +56,7 @@ class AllReduceSGD(Strategy):
         return model
 
     def _fill_buckets(self) -> list[list[nn.Parameter]]:
-        """Parameters in the order in which the backward pass comes to them: the last one first."""
+        """Fill buckets with parameters in the order in which the backward pass reaches them, the last one first."""
         buckets: list[list[nn.Parameter]] = [[]]
         size = 0
         for parameter in reversed(self._parameters):
@@ -68,7 +68,7 @@ class AllReduceSGD(Strategy):
         return buckets
 
     def _find_spans(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Where each parameter's gradient begins and ends in the flat one."""
+        """Return where each parameter's gradient begins and ends in the flat tensor."""
         spans, begin = {}, 0
         for parameter in self._parameters:
             spans[parameter] = begin, begin + parameter.numel()
@@ -82,13 +82,13 @@ class AllReduceSGD(Strategy):
     # one step
 
     def clear(self) -> None:
-        """The backward pass makes new gradients and we copy them: cheaper than to add them to zeros."""
+        """Drop the gradients: to copy new ones is cheaper than to add them to zeros."""
         for parameter in self._parameters:
             parameter.grad = None
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Gradients grow, and no bucket is sent."""
+        """Add up gradients without sending any bucket."""
         self._listening = False
         try:
             yield
@@ -96,7 +96,7 @@ class AllReduceSGD(Strategy):
             self._listening = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """It is new, or, where gradients are accumulated, has grown in its place."""
+        """Copy a new gradient to the flat tensor (an accumulated one is already there), and send complete buckets."""
         place = self._places[parameter]
         if parameter.grad is not None and parameter.grad is not place:
             place.copy_(parameter.grad)
@@ -107,7 +107,7 @@ class AllReduceSGD(Strategy):
                 self._send()
 
     def _send(self) -> None:
-        """The next bucket: all ranks send them in one order, whatever order they get complete in."""
+        """Send the next bucket: all ranks send them in one order, whatever the order in which they are completed."""
         bucket = self._buckets[self._sent]
         trace("bucketed", *bucket)
         trace("sent", *bucket)
@@ -115,7 +115,7 @@ class AllReduceSGD(Strategy):
         self._sent += 1
 
     def step(self) -> Told:
-        """What the backward pass has not sent, then the rest of the reduction, then the update."""
+        """Send the buckets that the backward pass has not sent, finish the reduction, and update the weights."""
         unused = [number for number, parameter in enumerate(self._parameters) if parameter.grad is None]
         if unused:
             self._fill_with_zeros(unused)
@@ -136,7 +136,7 @@ class AllReduceSGD(Strategy):
         self._reducer.skip(unused)
 
     def _update(self, unused: list[int]) -> None:
-        """What no rank has used has no gradient, so that neither momentum nor weight decay moves it."""
+        """Update the weights; what no rank has used gets no gradient, so momentum and weight decay do not move it."""
         for number in unused:
             self._parameters[number].grad = None
         self.optimizer.step()
@@ -146,7 +146,7 @@ class AllReduceSGD(Strategy):
         self._sent = 0
 
     def end(self) -> None:
-        """The model is an ordinary one again."""
+        """Remove the hooks and the flat gradients, so that the model is an ordinary one again."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:

@@ -1,4 +1,4 @@
-"""How a long gradient is averaged in pieces: in shared memory, by a torch.distributed backend, over any transport."""
+"""Average a flat gradient in pieces: in shared memory, with a torch.distributed backend, or over any transport."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dlab.collectives.shared_allreduce import SharedAllReduce
 from dlab.memory.counters import Counters
 from dlab.transports import Transport, share_memory
 
-Pieces = Sequence[tuple[int, int]]  # begin and end, in the order in which the backward pass fills them in
+Pieces = Sequence[tuple[int, int]]  # begin and end, in the order in which the backward pass fills them
 _LINE = 64  # bytes in a cache line
 
 
 class Reducer:
-    """Over any transport: each piece goes round the ring when all are there.
+    """Averages over any transport: each piece is reduced round the ring after the backward pass.
 
-    With `spread=False` a rank gets the mean of its own part of every piece only, updates that part of the weights, and
-    `publish` brings the parts together.
+    With `spread=False` a rank gets only the mean of its own part of every piece (reduce-scatter), updates that part of
+    the weights, and `publish` gathers the parts.
 
-    In front of the gradients lies a flag for each parameter, 0 if this rank has skipped it. The flags are reduced
+    In front of the gradients there is a flag for each parameter, 0 if this rank has skipped it. The flags are reduced
     with the last piece, which is the first in memory, without a message of their own; with `spread=False`, where a
-    rank would get some of them only, by an all-reduce of a few bytes.
+    rank would get only some of them, they take an all-reduce of a few bytes.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Reducer:
         self._skipped: Sequence[int] = ()
 
     def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
-        """For the gradients of so many parameters; every rank must call it."""
+        """Allocate the flat gradient of so many parameters; every rank must call it."""
         line = _LINE // dtype.itemsize
         front = -(-parameters // line) * line
         self._whole = torch.ones(front + count, dtype=dtype, device=self.device)
@@ -45,11 +45,11 @@ class Reducer:
         return self._whole[front:]
 
     def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """For the weights; every rank must call it."""
+        """Allocate the flat weights; every rank must call it."""
         return torch.empty(count, dtype=dtype, device=self.device)
 
     def cut(self, flat: torch.Tensor, weights: torch.Tensor | None, pieces: Pieces, spread: bool) -> None:
-        """Say in which pieces the gradient will come; every rank must call it once, before the first step."""
+        """Set the pieces in which the gradient is reduced; every rank must call it once, before the first step."""
         self.flat, self.weights, self.spread = flat, weights, spread
         self.pieces = [flat[begin:end] for begin, end in pieces]
         self.published = [weights[begin:end] for begin, end in pieces] if weights is not None else []
@@ -58,19 +58,19 @@ class Reducer:
             self.pieces[-1] = self._whole[: front + pieces[-1][1]]
 
     def part(self, piece: int) -> torch.Tensor:
-        """The part of a piece that this rank gets in any case."""
+        """Return the part of a piece whose mean this rank gets even with `spread=False`."""
         return self.pieces[piece].tensor_split(self.transport.size)[self.transport.rank]
 
     def skip(self, parameters: Sequence[int]) -> None:
-        """The batch has not used these, whose gradients are zeros; to be said before the last piece is ready."""
+        """Mark parameters that the batch has not used (their gradients are zeros), before the last piece is ready."""
         self._skipped = parameters
         self._flags[list(parameters)] = 0
 
     def ready(self, piece: int) -> None:
-        """The backward pass has filled it in; pieces get ready in the same order on all ranks. Never waits."""
+        """Mark a piece as filled by the backward pass, in the same order on all ranks. Never waits."""
 
     def finish(self) -> list[int]:
-        """The means are there; gives the parameters that all ranks have skipped."""
+        """Complete all means, and return the parameters that all ranks have skipped."""
         for piece in self.pieces:
             if self.spread:
                 ring_allreduce(piece, self.transport, op="mean")
@@ -81,7 +81,7 @@ class Reducer:
         return self._skipped_by_all()
 
     def _skipped_by_all(self) -> list[int]:
-        """Looks only at flags of parameters that this rank has skipped: a GPU need not be waited for otherwise."""
+        """Return what all ranks have skipped; reads only this rank's own skips, to avoid waiting for a GPU."""
         if not self.spread:
             ring_allreduce(self._flags, self.transport)
         found = [parameter for parameter in self._skipped if not self._flags[parameter]]
@@ -90,26 +90,26 @@ class Reducer:
         return found
 
     def publish(self) -> None:
-        """Every rank has updated its part of the weights: let all have all of them."""
+        """Give all ranks all weights, after each has updated its part; sends (n-1)/n of them per rank."""
         for piece in self.published:
             pass_chunks(piece.tensor_split(self.transport.size), self.transport)
 
 
 class BackendReducer(Reducer):
-    """By torch.distributed, NCCL or gloo, which reduces a piece in the background while the backward pass goes on."""
+    """Averages with torch.distributed (NCCL or gloo), which reduces pieces in the background of the backward pass."""
 
     def cut(self, flat: torch.Tensor, weights: torch.Tensor | None, pieces: Pieces, spread: bool) -> None:
-        """Also of the works that are under way."""
+        """Set the pieces, and start with no all-reduce in progress."""
         super().cut(flat, weights, pieces, spread)
         self._works: list[dist.Work] = []
 
     def ready(self, piece: int) -> None:
-        """Begin the all-reduce of this piece; it goes on in the background."""
+        """Start the all-reduce of this piece in the background."""
         if self.spread:
             self._works.append(dist.all_reduce(self.pieces[piece], async_op=True))
 
     def finish(self) -> list[int]:
-        """Wait for all of them."""
+        """Wait for all pieces, and return the parameters that all ranks have skipped."""
         if not self.spread:
             return super().finish()
         for work in self._works:
@@ -120,9 +120,9 @@ class BackendReducer(Reducer):
 
 
 class SharedReducer(Reducer):
-    """Ranks on one host add up where the gradients lie; weights that all share need no publishing, only a barrier.
+    """Averages in shared memory on one host, without copies; shared weights need only a barrier to be published.
 
-    A rank that skips a parameter writes down in which round, where all can read it; nobody writes if all are used.
+    A rank that skips a parameter writes the number of the round where all can read it; usually nothing is written.
     """
 
     def __init__(self, transport: Transport, device: torch.device, shared: SharedAllReduce) -> None:
@@ -130,8 +130,8 @@ class SharedReducer(Reducer):
         self._shared = shared
 
     def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
-        """In a slot of memory that all ranks see."""
-        # who reads those of a round cannot be two rounds behind: even and odd rounds have each their own
+        """Allocate the flat gradient in memory that all ranks can read."""
+        # a reader can be at most one round behind, so even and odd rounds have separate places
         ranks, self._parameters, self._round = self.transport.size, max(1, parameters), 1
         memory = share_memory(self.transport, Counters.room(ranks, 2 * self._parameters))
         assert memory is not None
@@ -140,29 +140,29 @@ class SharedReducer(Reducer):
         return self._whole
 
     def common(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same memory for all."""
+        """Allocate the flat weights in one piece of memory that all ranks share."""
         return self._shared.common(count, dtype)
 
     def cut(self, flat: torch.Tensor, weights: torch.Tensor | None, pieces: Pieces, spread: bool) -> None:
-        """Make a bucket of each piece, and share the counters by which ranks tell each other that one is filled in."""
+        """Make a bucket of each piece, and share the counters that tell the other ranks that it is filled."""
         super().cut(flat, weights, pieces, spread)
         self._buckets = Buckets(self._shared, flat, pieces, "mean", spread)
         self._began, self._spent = 0.0, 0.0
 
     def skip(self, parameters: Sequence[int]) -> None:
-        """Say which parameters this rank has not used in this round."""
+        """Mark parameters that this rank has not used in this round."""
         self._skipped = parameters
         for parameter in parameters:
             self._rounds.announce(self.transport.rank, self._round, self._place(parameter))
 
     def ready(self, piece: int) -> None:
-        """Adds up whatever is complete by now."""
+        """Mark a piece as filled, and reduce this rank's part of all pieces that are complete on all ranks."""
         start = time.time()
         self._buckets.ready(piece)
         self._began, self._spent = self._began or start, self._spent + time.time() - start
 
     def finish(self) -> list[int]:
-        """Reduce the buckets that are left, and give the parameters that no rank has used."""
+        """Reduce the remaining buckets, and return the parameters that no rank has used."""
         start = time.time()
         self._buckets.finish()
         self._tell(time.time() - start)
@@ -175,7 +175,7 @@ class SharedReducer(Reducer):
         return self._round % 2 * self._parameters + parameter
 
     def _tell(self, seconds: float) -> None:
-        """All buckets of a step as one collective, which took the time that this rank did not compute meanwhile."""
+        """Report all buckets of a step as one collective, with the seconds that this rank spent in it."""
         if self.transport.size > 1:
             told = {"seconds": self._spent + seconds, "buckets": len(self.pieces)}
             name, nbytes = "all-reduce" if self.spread else "reduce-scatter", self.flat.nbytes
@@ -183,12 +183,12 @@ class SharedReducer(Reducer):
         self._began = self._spent = 0.0
 
     def publish(self) -> None:
-        """Nobody reads weights, or fills in gradients, before all are through."""
+        """Wait until all ranks have updated their weights, before any reads them or writes gradients."""
         self._shared.table.meet()
 
 
 def reducer_for(transport: Transport, device: torch.device) -> Reducer:
-    """The fastest for where the ranks are. Every rank must call it."""
+    """Return the fastest reducer for this transport and device; every rank must call it."""
     if device.type == "cpu":
         shared = SharedAllReduce.connect(transport)
         if shared is not None:

@@ -1,7 +1,7 @@
 """SGD with parameter servers: the weights live on servers, to which workers push gradients and from which they pull.
 
-Servers wait for the gradients of all (sync), for nobody (async), or let nobody get too far ahead (ssp, stale
-synchronous parallel). Taught in `05_parameter_server.ipynb`.
+Servers wait for the gradients of all workers (sync), of none (async), or hold back a worker that is too far ahead (ssp,
+stale synchronous parallel). Taught in `05_parameter_server.ipynb`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlab.kvstore.protocol import AT_ONCE, ROUND
 from dlab.models import FlatBuffer
 from dlab.processes.worker.context import knob
 from dlab.processes.worker.tracing import trace
-from dlab.strategies.base import Stopwatch, Strategy, Told, spread_all
+from dlab.strategies.base import Stopwatch, Strategy, Told, broadcast_all
 from dlab.transports import Transport
 from dlab.transports.rendezvous import Survivors
 
@@ -30,22 +30,23 @@ _END = 1 << 40  # the clock of a worker at its n-th rendezvous with all others i
 
 
 class ParameterServer(Strategy):
-    """Servers keep the weights and run the optimizer; every gradient counts one n-th, with n workers.
+    """Servers keep the weights and run the optimizer; with n workers, each gradient is divided by n.
 
-    `mode="sync"`: an update waits for the gradients of all workers. `"async"`: each gradient is an update as soon as it
-    comes. `"ssp"`: the same, but no worker begins a step more than `staleness` steps ahead of the slowest; 0 is sync,
-    None is async; the knob `staleness` changes it while it trains. This bound counts steps of workers; the staleness
-    that is reported with each step counts updates. In async and ssp mode the others go on without a worker that dies.
-    A server that dies ends the run, or, if it saves checkpoints, is replaced, and all go on from the last one.
+    `mode="sync"`: an update waits for the gradients of all workers. `"async"`: each gradient is applied as soon as it
+    arrives. `"ssp"`: the same, but no worker begins a step more than `staleness` steps ahead of the slowest; 0 is sync,
+    None is async; the knob `staleness` changes it during training. This bound counts steps of workers; the staleness
+    that is reported with each step counts updates. In async and ssp mode the others continue without a worker that
+    dies. A server that dies ends the run; if the run saves checkpoints, the server is replaced, and all continue from
+    the last checkpoint.
 
-    `compression` is for what workers push, not for what they pull: "2bit", …, see `dlab.kvstore.TwoBit`.
+    `compression` applies to what workers push, not to what they pull: "2bit", …, see `dlab.kvstore.TwoBit`.
 
-    `servers=0` is for async on one host: the weights lie in shared memory, and each worker updates them itself, one at
+    `servers=0` is for async on one host: the weights are in shared memory, and each worker updates them itself, one at
     a time, under a lock.
 
-    The weights are one key, cut over all servers. A step costs a worker one copy of the gradient; with one server, the
-    model reads the weights where the server has them. A parameter that some workers have not used counts as zeros
-    there; one that is used by nobody whose gradients make an update is not updated, as in DDP.
+    The weights are one key, divided among all servers. A step costs a worker one copy of the gradient; with one server
+    on the same host, the model reads the weights in the server's memory. For a worker that has not used a parameter its
+    gradient counts as zeros; a parameter that no gradient of an update has used is not updated, as in DDP.
     """
 
     def __init__(
@@ -60,27 +61,27 @@ class ParameterServer(Strategy):
         if not isinstance(servers, int) or servers < 0:
             raise ValueError(f"servers={servers!r}: give a whole number, 0 or more")
         if not servers and mode != "async":
-            raise ValueError(f"servers=0 leaves nobody to wait for others: use mode='async', or a server for {mode!r}")
+            raise ValueError(f"servers=0 only works with mode='async': use that, or at least one server for {mode!r}")
         if not servers and compression is not None:
             raise ValueError("servers=0 sends nothing that could be compressed: leave compression out, or use a server")
-        parse_compression(compression)  # to be told at once
+        parse_compression(compression)  # to report a mistake at once
         self.mode, self.staleness, self.servers, self.compression = mode, _steps(staleness), servers, compression
-        self.survives = mode != "sync"  # unless all wait for all, nobody waits for one that has died
+        self.survives = mode != "sync"  # only in sync mode would workers wait for one that has died
 
     @property
     def checks(self) -> dict[str, Callable[[Any], object]]:
-        """The bound can be turned while it trains."""
+        """The check of the knob `staleness`, which can be changed during training."""
         return {"staleness": _steps}
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Rank 0's weights go to the servers, all in one key; the optimizer's name and numbers, too."""
+        """Send rank 0's weights to the servers as one key, and the optimizer's name and hyperparameters."""
         self.model, self.optimizer, self.transport = model, optimizer, transport
         if self.servers:
             watch_servers(transport)
         self._survivors = Survivors(transport)
-        spread_all(model.buffers(), transport)
+        broadcast_all(model.buffers(), transport)
         if len(optimizer.param_groups) > 1:
-            raise ValueError("a parameter server has one set of numbers for all weights: use one parameter group")
+            raise ValueError("a parameter server treats all weights alike: use one parameter group")
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._own = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
         self._numbers = numbers_of(transport, self._own.device) if self.servers else list(range(transport.size))
@@ -94,7 +95,7 @@ class ParameterServer(Strategy):
         if not self.servers:
             return LockedStore(self._own.cpu(), recipe(optimizer, rescale=1 / self.transport.size), self.transport)
         kv = DistStore("dist_sync" if self.mode == "sync" else "dist_async", transport=self.transport)
-        kv.big = 1  # cut over all servers, however small
+        kv.big = 1  # divided among all servers, however small
         kv.init("weights", self._own)
         kv.set_optimizer(optimizer, rescale=1 / self.transport.size)
         if self.compression is not None:
@@ -102,17 +103,17 @@ class ParameterServer(Strategy):
         return kv
 
     def _pull(self) -> None:
-        """Every parameter is a stretch of the newest weights."""
+        """Make every parameter a view of the newest weights."""
         self._weights = self._kv.borrow("weights", self._own)
         self._buffer.view_in(self._weights)
 
     def clear(self) -> None:
-        """New gradients are made, not added to zeros."""
+        """Drop the gradients, so that new ones need not be added to zeros."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def step(self) -> Told:
-        """Push, wait until this worker may go on, and pull."""
+        """Push the gradient, wait until this worker may continue, and pull the weights."""
         rate = self.optimizer.param_groups[0]["lr"]
         if rate != self._rate:
             self._rate = rate
@@ -136,7 +137,7 @@ class ParameterServer(Strategy):
         return {"wait": watch.seconds, **staleness}
 
     def _left_out(self) -> list[tuple[int, int]]:
-        """The intervals of the weights that this batch has not used; neighbours are one."""
+        """Return the intervals of the weights that this batch has not used, with adjacent ones merged."""
         found: list[tuple[int, int]] = []
         end = 0
         for parameter in self._parameters:
@@ -148,29 +149,29 @@ class ParameterServer(Strategy):
         return found
 
     def _bound(self) -> int | None:
-        """How many steps this worker may be ahead."""
+        """Return how many steps this worker may be ahead of the slowest; None if there is no bound."""
         if self.mode == "ssp":
             return _steps(knob("staleness", self.staleness))
         return 0 if self.mode == "sync" else None
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """Since the last time that all settled."""
+        """Whether a rank has died since the ranks last settled, and the others continue without it."""
         return self.survives and self._survivors.has_lost_one
 
     @property
     def has_lost_a_server(self) -> bool:
-        """Has one of its servers died, as its channels tell?"""
+        """Whether one of its servers has died, as seen on its channels."""
         return self.servers > 0 and has_lost_a_server()
 
     def reconnect(self) -> Transport:
-        """Until all servers are there, and all workers that live know it."""
+        """Wait until all servers are running and all workers that are alive know it."""
         return reconnect()
 
     def settle(self) -> None:
-        """All that was pushed is in the weights of all. Who has died is not waited for.
+        """Wait until all pushed gradients are in the weights of all workers that are alive.
 
-        Who dies now, and a server that is lost now, ends what the others do on the transport.
+        Afterwards, the death of a worker or a server raises ConnectionError on the transport.
         """
         self._rendezvous_count += 1
         alive = self._kv.meet(_END + self._rendezvous_count)
@@ -179,14 +180,14 @@ class ParameterServer(Strategy):
         self._slots = self._kv.slots("weights") if self.transport.rank == 0 else []
 
     def state(self) -> dict[str, Any]:
-        """What the servers remember, told by rank 0; and what compression has not sent yet, each rank's own."""
+        """Return the servers' optimizer state (rank 0) and each rank's own residual of the compression."""
         residuals = []
         if self.compression is not None and isinstance(self._kv, DistStore):
             residuals = [self._kv.residual("weights", part) for part in range(self._kv.num_servers)]
         return {"slots": self._slots, "residuals": residuals}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """The model has its weights again: let the servers have them, too. New ranks have nothing unsent."""
+        """Send the restored weights to the servers; residuals are restored only if the number of ranks is the same."""
         if self.transport.rank == 0:
             self._kv.restore("weights", self._weights.clone(), states[0]["slots"])
         if len(states) == self.transport.size and isinstance(self._kv, DistStore):
@@ -196,7 +197,7 @@ class ParameterServer(Strategy):
         self._pull()
 
     def end(self) -> None:
-        """All have the same weights, and the model is an ordinary one again. The servers may go then."""
+        """Settle, release the servers, and make the model an ordinary one again, with the same weights on all ranks."""
         if self.servers:
             end_together(self._survivors.first, self.settle)
         else:
@@ -208,7 +209,7 @@ class ParameterServer(Strategy):
 
 
 def _steps(staleness: object) -> int | None:
-    """A bound, as it was given, or turned while it trains."""
+    """Check a staleness bound, as given at the start or changed during training."""
     if staleness is not None and not str(staleness).isdecimal():
         raise ValueError(f"staleness={staleness!r}: give a whole number of steps, 0 or more, or None for any")
     return None if staleness is None else int(str(staleness))

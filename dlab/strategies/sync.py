@@ -1,6 +1,6 @@
 """Synchronous SGD: after every backward pass all ranks average their gradients, parameter by parameter.
 
-The slow one that reads like the definition; `AllReduceSGD` does the same sums fast. Taught in `03_sync_sgd.ipynb`.
+It is slow but reads like the definition; `AllReduceSGD` computes the same sums fast. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dlab.transports import Transport
 
 
 class SyncSGD(Strategy):
-    """Gradients are averaged every step by a collective of `dlab.collectives`, or by your own.
+    """Averages the gradients in every step with a collective of `dlab.collectives`, or with your own.
 
-    Costs one all-reduce per parameter and step. All ranks apply the same gradient and stay equal to the last bit. A
-    parameter that no rank has used gets no gradient, as in DDP.
+    Costs one all-reduce per parameter and step. All ranks apply the same gradient, so their models stay equal to the
+    last bit. A parameter that no rank has used gets no gradient, as in DDP.
     """
 
     def __init__(self, allreduce: Callable[..., Any] = ring_allreduce) -> None:
@@ -35,10 +35,10 @@ class SyncSGD(Strategy):
         return True
 
     def step(self) -> Told:
-        """Average, then update."""
+        """Average the gradients over all ranks, then update the weights."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         unused = {parameter for parameter in trained if parameter.grad is None}
-        for parameter in unused:  # on this rank: others may have used it
+        for parameter in unused:  # other ranks may have used it
             parameter.grad = torch.zeros_like(parameter)
         watch = Stopwatch()
         with watch:
@@ -49,10 +49,10 @@ class SyncSGD(Strategy):
 
 
 def drop_unused_by_all(trained: Iterable[nn.Parameter], unused: Container[nn.Parameter], transport: Transport) -> None:
-    """Without a gradient, neither momentum nor weight decay moves a parameter that no rank has used.
+    """Drop the gradients of parameters that no rank has used, so that momentum and weight decay do not move them.
 
-    All ranks hold the same means, and know without a message which of them are nothing but zeros. Only if there are
-    such do they ask each other who has used those parameters: one all-reduce of a byte for each.
+    All ranks hold the same means, so they know without a message which of them are all zeros. Only if there are any do
+    they ask each other whether a rank has used those parameters: one all-reduce, with a byte for each.
     """
     zero = [each for each in trained if each.grad is not None and _is_zero(each.grad)]
     if zero:
@@ -64,5 +64,5 @@ def drop_unused_by_all(trained: Iterable[nn.Parameter], unused: Container[nn.Par
 
 
 def _is_zero(gradient: torch.Tensor) -> bool:
-    """Everywhere. The first number mostly tells, in a hundredth of the time."""
+    """Return whether all elements are zero; the first one usually decides, in a hundredth of the time."""
     return not gradient.flatten()[:1].any() and not gradient.any()

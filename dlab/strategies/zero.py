@@ -1,8 +1,8 @@
-"""ZeRO: what data-parallel ranks would all hold alike is cut over them; a rank keeps and updates only its own shard.
+"""ZeRO: data-parallel ranks shard the state that they would otherwise replicate; each updates only its own shard.
 
-Stage 1 cuts the optimizer: after an all-reduce all ranks would make the same update, with the same momentum in memory.
-Instead a reduce-scatter gives each rank the mean gradient of its shard of the weights, it updates that, and an
-all-gather brings the shards together: the same bytes, 2(n-1)/n of the weights per rank and step, and an n-th of the
+Stage 1 shards the optimizer: after an all-reduce all ranks would make the same update, with the same momentum in
+memory. Instead a reduce-scatter gives each rank the mean gradient of its shard of the weights, the rank updates that
+shard, and an all-gather collects the shards: the same bytes, 2(n-1)/n of the weights per rank and step, and 1/n of the
 optimizer's work and memory. Taught in `03_sync_sgd.ipynb`.
 """
 
@@ -19,15 +19,15 @@ from dlab.strategies.base import Stopwatch, Told
 from dlab.strategies.flat import AllReduceSGD
 from dlab.strategies.reducers import Pieces
 
-# what they do to a weight depends on its neighbours, so a part of the weights cannot be updated alone
+# their update of a weight depends on its neighbours, so a part of the weights cannot be updated alone
 _WHOLE = ("LBFGS", "Muon", "Adafactor")
 
 
 class ZeRO(AllReduceSGD):
-    """`AllReduceSGD` whose ranks each average and update a shard of the weights, and hold the optimizer's state of it.
+    """`AllReduceSGD` in which each rank averages and updates a shard of the weights, and holds its optimizer state.
 
-    `stage=1` cuts the optimizer's state, for optimizers that treat every weight by itself. On one host the weights lie
-    in shared memory, so that a shard is there for all as soon as it is updated. All ranks hold the same bits.
+    `stage=1` shards the optimizer's state, for optimizers that treat every weight separately. On one host the weights
+    are in shared memory, so that all ranks see a shard as soon as it is updated. All ranks hold the same bits.
 
     >>> dlab.train(dlab.MLP, strategy=dlab.ZeRO(stage=1), optimizer=torch.optim.Adam)
     """
@@ -35,40 +35,40 @@ class ZeRO(AllReduceSGD):
     def __init__(self, stage: int = 1, bucket_mb: float = 1.0, overlap: bool = True) -> None:
         super().__init__(bucket_mb, overlap)
         if stage in (2, 3):
-            raise ValueError(f"stage {stage} of ZeRO is not there yet: use stage=1, which cuts the optimizer's state")
+            raise ValueError(f"stage {stage} of ZeRO is not implemented yet: use stage=1, which shards optimizer state")
         if stage != 1:
-            raise ValueError(f"ZeRO has no stage {stage!r}: use stage=1, which cuts the optimizer's state")
+            raise ValueError(f"ZeRO has no stage {stage!r}: use stage=1, which shards optimizer state")
         self.stage = stage
 
     @property
     def elastic(self) -> bool:
-        """No: with a rank its shard of the optimizer's state is lost."""
+        """No: a rank that dies takes its shard of the optimizer's state with it."""
         return False
 
     def _cut(self, pieces: Pieces) -> None:
-        """Put the weights into one flat buffer, too, and give the optimizer this rank's shard of it."""
+        """Put the weights into a flat buffer, too, and give the optimizer this rank's shard of it."""
         kind = type(self.optimizer).__name__
         if kind in _WHOLE:
-            raise ValueError(f"{kind} looks at a whole layer at a time, and ZeRO cuts layers: use it with AllReduceSGD")
+            raise ValueError(f"{kind} updates a whole layer at a time, but ZeRO splits layers: use AllReduceSGD")
         weights = self._share_weights()
         self._reducer.cut(self._flat, weights, pieces, spread=False)
         self._shard_optimizer(weights)
 
     def _share_weights(self) -> torch.Tensor:
-        """One tensor that holds all weights, of which each parameter is a view."""
+        """Return one tensor that holds all weights, and make each parameter a view of it."""
         weights = self._reducer.common(len(self._flat), self._flat.dtype)
         for parameter, (begin, end) in self._spans.items():
-            weights[begin:end].copy_(parameter.detach().view(-1))  # the same numbers from every rank
+            weights[begin:end].copy_(parameter.detach().view(-1))  # every rank writes the same numbers
             parameter.data = weights[begin:end].view_as(parameter)
         self.group.barrier()
         return weights
 
     def _shard_optimizer(self, weights: torch.Tensor) -> None:
-        """In place of a whole parameter the optimizer gets views of those parts of it that are this rank's."""
+        """Replace each parameter in the optimizer by views of the parts of it that belong to this rank."""
         parts = [self._reducer.part(number) for number in range(len(self._buckets))]
         starts = [int(part.storage_offset() - self._flat.storage_offset()) for part in parts]
         mine = [(start, start + len(part)) for start, part in zip(starts, parts, strict=True)]
-        self._own_spans: list[tuple[int, int]] = []  # in the order in which the optimizer numbers them
+        self._own_spans: list[tuple[int, int]] = []  # in the optimizer's order
         self._shards: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # weights, and their gradients
 
         def shards(parameter: nn.Parameter) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -89,16 +89,16 @@ class ZeRO(AllReduceSGD):
     # one step
 
     def step(self) -> Told:
-        """Reduce and update what is this rank's, then let all ranks have it."""
+        """Reduce and update this rank's shard, then gather the shards of all ranks."""
         waited = super().step()["wait"]
-        trace("applied", *self._parameters)  # the optimizer knows only parts of them
+        trace("applied", *self._parameters)  # the optimizer only has parts of them
         watch = Stopwatch()
         with watch:
             self._reducer.publish()
         return {"wait": waited + watch.seconds}
 
     def _update(self, unused: list[int]) -> None:
-        """A parameter that no rank has used has no gradient for this step, nor have its shards."""
+        """Update the weights; shards of a parameter that no rank has used get no gradient in this step."""
         without = [pair for number in unused for pair in self._shards.get(self._parameters[number], ())]
         for shard, _ in without:
             shard.grad = None
@@ -107,7 +107,7 @@ class ZeRO(AllReduceSGD):
             shard.grad = gradient
 
     def end(self) -> None:
-        """The model is an ordinary one again, with weights of its own."""
+        """Make the model an ordinary one again, with its own weights."""
         for parameter in self._parameters:
             parameter.data = parameter.data.clone()
         super().end()
@@ -115,11 +115,11 @@ class ZeRO(AllReduceSGD):
     # checkpoints
 
     def state(self) -> dict[str, Any]:
-        """This rank's shard of the optimizer's state, and of which weights it is."""
+        """Return this rank's shard of the optimizer's state, and the spans of the weights that it belongs to."""
         return {"optimizer": self.optimizer.state_dict(), "spans": self._own_spans}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """This rank's shard, put together from the shards of all, who may have been more or fewer."""
+        """Restore this rank's shard from the shards of all ranks, which may have been more or fewer than now."""
         groups = self.optimizer.state_dict()["param_groups"]
         mine: dict[int, dict[str, Any]] = {number: {} for number in range(len(self._own_spans))}
         for state in states:
@@ -133,12 +133,12 @@ class ZeRO(AllReduceSGD):
         self.optimizer.load_state_dict({"state": {n: each for n, each in mine.items() if each}, "param_groups": hyper})
 
     def _put(self, mine: dict[int, dict[str, Any]], name: str, value: Any, begin: int, end: int) -> None:
-        """Copy what is known of weights begin to end to where this rank's own spans meet them."""
+        """Copy the saved state of weights `begin` to `end` to the places where it overlaps this rank's spans."""
         for number, (first, last) in enumerate(self._own_spans):
             low, high = max(begin, first), min(end, last)
             if low >= high:
                 continue
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a number of steps, the same for all
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:  # the number of steps, the same for all
                 mine[number][name] = value
             else:
                 whole = mine[number].setdefault(name, torch.empty(last - first, dtype=value.dtype))

@@ -1,6 +1,6 @@
-"""Checkpoints: a folder per saved step, with the digest of every file in it, so that a damaged one is found.
+"""Read checkpoints: a folder per saved step, with a digest of every file in it, so that damage is detected.
 
-Rank 0 has written what all ranks share, and every rank what is its own; `saving.py` says how. Taught in
+Rank 0 writes the state that all ranks share, and every rank its own; `saving.py` shows how. Taught in
 `03_sync_sgd.ipynb`.
 """
 
@@ -20,53 +20,53 @@ MANIFEST, COMMON = "manifest.json", "common.pt"
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing, or is not what was written; the message says which, and what can be used."""
+    """A file of a checkpoint is missing or damaged; the message names it, and a checkpoint to use instead."""
 
 
 class _Damage(Exception):
-    """What is wrong with it."""
+    """A checkpoint failed a check; the message says which."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found to be whole."""
+    """A checkpoint whose files have all been checked."""
 
     folder: Path
     ranks: int
     steps: int
 
     def common(self) -> State:
-        """What all ranks share."""
+        """Read the state that all ranks share."""
         return _read(self.folder / COMMON)
 
     def own(self, rank: int) -> State:
-        """What a rank had for itself."""
+        """Read the state that belongs to one rank."""
         return _read(self.folder / own_file(rank))
 
 
 def checkpoint_after(steps: int, folder: str | Path) -> Path:
-    """Where it is, in the folder of all."""
+    """Return the path of the checkpoint that is saved after so many steps."""
     return Path(folder) / f"step-{steps:08d}"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first; whatever else has such a name is none."""
+    """Return the checkpoints in a folder, the oldest first; a folder without a manifest does not count."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted((path for path in found if (path / MANIFEST).is_file() and not path.is_symlink()), key=steps_of)
 
 
 def steps_of(checkpoint: Path) -> int:
-    """After how many steps it was saved."""
+    """Return the number of steps after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def own_file(rank: int) -> str:
-    """The name of the file with what is a rank's own."""
+    """Return the name of the file that holds a rank's own state."""
     return f"rank-{rank}.pt"
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The newest in a folder, or the one at this path, after a look at every file of it."""
+    """Open the checkpoint at this path, or the newest one in this folder, after checking the digest of every file."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return _open(path, checkpoints_in(path.parent))
@@ -81,7 +81,7 @@ def _open(folder: Path, all_of_them: list[Path]) -> Checkpoint:
         return _check(folder)
     except _Damage as damage:
         usable = [other for other in all_of_them if other != folder and _is_whole(other)]
-        advice = f"resume from {usable[-1]} instead" if usable else f"no other one in {folder.parent} is whole"
+        advice = f"resume from {usable[-1]} instead" if usable else f"{folder.parent} holds no other complete one"
         raise DamagedCheckpoint(f"the checkpoint {folder.name} is damaged: {damage}; {advice}") from None
 
 
@@ -93,14 +93,14 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _check(folder: Path) -> Checkpoint:
-    """Only files that a checkpoint of so many ranks has are read, whatever the manifest names."""
+    """Check every file of a checkpoint; only the expected names are read, whatever else the manifest lists."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         steps, ranks, files = manifest["steps"], manifest["ranks"], manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         raise _Damage(f"{folder / MANIFEST} cannot be read") from None
     if type(steps) is not int or steps < 0 or type(ranks) is not int or ranks < 1:
-        raise _Damage(f"{folder / MANIFEST} tells of steps={steps!r} and ranks={ranks!r}")
+        raise _Damage(f"{folder / MANIFEST} says steps={steps!r} and ranks={ranks!r}")
     if (
         not isinstance(files, dict)
         or len(files) != ranks + 1
@@ -115,7 +115,7 @@ def _check(folder: Path) -> Checkpoint:
         except OSError as problem:
             raise _Damage(f"{folder / name} cannot be read ({problem.strerror})") from None
         if found != digest:
-            raise _Damage(f"{folder / name} is not what was written")
+            raise _Damage(f"{folder / name} differs from what was written")
     return Checkpoint(folder, ranks, steps)
 
 

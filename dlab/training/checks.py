@@ -1,4 +1,4 @@
-"""What a training refuses before a worker starts, each in one sentence that says what was given and what to give."""
+"""Check the arguments of a training before any worker starts; an error says what was given and what to give instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 
 def check_model(model: Any) -> None:
-    """It must make a network when it is called without arguments, so that every worker can make its own."""
+    """Check that `model` makes a network when called without arguments, so that every worker can make its own."""
     if isinstance(model, nn.Module) or not callable(model):
         raise TypeError(
             f"model is {type(model).__name__!r}: give a function or class that makes the network, as in "
@@ -20,7 +20,7 @@ def check_model(model: Any) -> None:
         )
     try:
         signature = inspect.signature(model)
-    except (TypeError, ValueError):  # a class written in C does not tell its arguments
+    except (TypeError, ValueError):  # the arguments of a class written in C cannot be inspected
         return
     empty = inspect.Parameter.empty
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -34,9 +34,9 @@ def check_model(model: Any) -> None:
 
 
 def check_network(network: Any) -> nn.Module:
-    """What `model()` gave must be a network with something to train."""
+    """Check that `model()` returned a network with parameters to train."""
     if not isinstance(network, nn.Module):
-        raise TypeError(f"model() gave {network!r}, which is no torch.nn.Module: let it return the network")
+        raise TypeError(f"model() returned {network!r}, which is not a torch.nn.Module: let it return the network")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(
             f"{type(network).__name__} has no parameters to train: make its layers in __init__, as attributes of the "
@@ -46,14 +46,14 @@ def check_network(network: Any) -> nn.Module:
 
 
 def check_rate(rate: Any) -> float:
-    """A learning rate: a number, 0 or more."""
+    """Check that a learning rate is a number, 0 or more."""
     if not _is_number(rate) or rate < 0:
         raise ValueError(f"lr={rate!r}: give a learning rate that is a number, 0 or more, such as 0.01")
     return rate
 
 
 def check_momentum(momentum: Any) -> float:
-    """From 0 on, below 1: from there on a step never forgets those before it, and the weights run away."""
+    """Check that 0 <= momentum < 1: from 1 on, earlier gradients never fade and the weights diverge."""
     if not _is_number(momentum) or not 0 <= momentum < 1:
         raise ValueError(f"momentum={momentum!r}: give a number from 0 to less than 1, such as 0.9")
     return momentum
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_samples(data: Any, name: str) -> None:
-    """Data has a length and pairs of an input and a label, both numbers; its first sample is looked at."""
+    """Check that data has a length and that its first sample is a pair of numbers or tensors, (input, label)."""
     if isinstance(data, DataLoader):
         raise TypeError(f"{name} is a DataLoader: give its dataset, {name}=loader.dataset; train makes the batches")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -75,7 +75,7 @@ def check_samples(data: Any, name: str) -> None:
     parts = sample if isinstance(sample, tuple | list) else (sample,)
     if text := next((part for part in parts if isinstance(part, str | bytes)), None):
         raise TypeError(
-            f"{name}[0] has text in it, {text[:20]!r}: make numbers of it first, such as each word's place in a list"
+            f"{name}[0] contains text, {text[:20]!r}: turn it into numbers first, such as each word's index in a list"
         )
     if len(parts) == 1:
         raise TypeError(
@@ -87,5 +87,5 @@ def check_samples(data: Any, name: str) -> None:
 
 
 def _name(value: Any) -> str:
-    """`a tensor of shape (1, 28, 28)`, `a dict`."""
+    """Describe a value for an error message: `a tensor of shape (1, 28, 28)`, `a dict`."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

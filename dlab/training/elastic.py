@@ -1,7 +1,7 @@
-"""Going on when somebody has died: without a rank, or with a new server in the place of one.
+"""Continue a training after a failure: without the rank that died, or with a new server in place of the old one.
 
-Ranks that are left find each other again, agree on the newest state, and deal the data anew. A server takes with it
-what it knew, so with a new one all go back to the last checkpoint.
+The surviving ranks reconnect, agree on the newest state, and divide the remaining data among themselves. A server's
+state is lost with it, so with a new server all ranks go back to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dlab.training.loop import Trainer
 
 
-def stand_together(transport: Transport) -> Peers:
-    """From now on the death of any rank ends every wait on this transport, so that all ranks learn of it."""
+def fail_together(transport: Transport) -> Peers:
+    """Let the death of any rank end every wait on this transport with ConnectionError, so that all ranks notice it."""
     if transport.peers is None:
         raise ValueError("elastic=True needs worker processes on one host: run it in a cluster, on the CPU")
     transport.peers.together = True
@@ -33,43 +33,43 @@ def stand_together(transport: Transport) -> Peers:
 
 
 def find_recovery(trainer: Trainer) -> Callable[[], None] | None:
-    """After the loss of a rank or a server: what to do before the next step, or None if it is the end."""
+    """Return what a rank must do before its next step after a rank or a server was lost; None if it cannot continue."""
     if trainer.plan.elastic:
-        return partial(go_on_without_the_dead, trainer)
+        return partial(continue_without_dead_ranks, trainer)
     if trainer.plan.revives and trainer.strategy.has_lost_a_server:
-        return partial(go_back_with_new_servers, trainer)
+        return partial(restart_with_new_servers, trainer)
     return None
 
 
-def go_on_without_the_dead(trainer: Trainer) -> None:
-    """From the weights of the last step that anybody has finished; what is left of the epoch is dealt anew."""
+def continue_without_dead_ranks(trainer: Trainer) -> None:
+    """Continue from the last step that any rank has finished; the rest of the epoch is divided anew."""
     assert trainer.family is not None
-    transport, alive = meet_again(*trainer.family)
+    transport, alive = reconnect_survivors(*trainer.family)
     mine = {
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "place": [trainer.epoch, trainer.step, trainer.steps],
     }
-    state = newest(mine, trainer.steps, transport)
+    state = newest_state(mine, trainer.steps, transport)
     trainer.enter(transport)
     trainer.join()
-    if trainer.plan.resume is not None and not any(state["place"]):  # nobody had come so far
+    if trainer.plan.resume is not None and not any(state["place"]):  # no rank had finished a step
         resume(trainer, open_checkpoint(trainer.plan.resume))
     else:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         trainer.epoch, trainer.step, trainer.steps = state["place"]
-    missed = trainer.steps - len(trainer.losses)  # a step that others have finished and I have not
+    missed = trainer.steps - len(trainer.losses)  # steps that other ranks have finished and this one has not
     trainer.losses, trainer.counts = trainer.losses + [0.0] * missed, trainer.counts + [0] * missed
     trainer.sampler.resplit(trainer.epoch, trainer.step, trainer.data_group.size)
     if transport.rank == 0:
-        print(f"a rank has died: ranks {', '.join(map(str, alive))} go on from step {trainer.steps}")
+        print(f"a rank has died: ranks {', '.join(map(str, alive))} continue from step {trainer.steps}")
 
 
-def go_back_with_new_servers(trainer: Trainer) -> None:
-    """All that a server knew is gone with it: go on from the last checkpoint, or from the beginning.
+def restart_with_new_servers(trainer: Trainer) -> None:
+    """Restart all ranks, with new servers, from the last checkpoint or, without one, from the beginning.
 
-    Once one rank knows of a checkpoint of this run, all that are in the folder are of this run, and whole.
+    If any rank has saved a checkpoint in this run, all checkpoints in the folder belong to this run and are complete.
     """
     trainer.enter(trainer.strategy.reconnect())
     trainer.join()
@@ -82,11 +82,11 @@ def go_back_with_new_servers(trainer: Trainer) -> None:
     else:
         trainer.start()
     if trainer.transport.rank == 0:
-        print(f"a server has died: a new one goes on from step {trainer.steps}")
+        print(f"a server has died: a new one continues from step {trainer.steps}")
 
 
-def meet_again(peers: Peers, rank: int) -> tuple[Transport, list[int]]:
-    """A transport between those who live, and who they are. Each of them must call it."""
+def reconnect_survivors(peers: Peers, rank: int) -> tuple[Transport, list[int]]:
+    """Return a transport between the ranks that are alive, and their old numbers; each of them must call it."""
 
     def where() -> Rendezvous:
         alive = peers.alive()
@@ -95,8 +95,8 @@ def meet_again(peers: Peers, rank: int) -> tuple[Transport, list[int]]:
     return meet(where, rank)
 
 
-def newest(state: dict[str, Any], steps: int, transport: Transport) -> dict[str, Any]:
-    """The state of the rank that has made most steps, for all. When a rank dies, some may have made one more."""
+def newest_state(state: dict[str, Any], steps: int, transport: Transport) -> dict[str, Any]:
+    """Send the state of the rank with the most steps to all; when a rank dies, some may be one step ahead."""
     made = [int(each) for each in all_gather(torch.tensor([steps]), transport)]
     leader = made.index(max(made))
     buffer = io.BytesIO()

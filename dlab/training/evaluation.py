@@ -1,4 +1,4 @@
-"""How good a model is, found by all ranks together: each scores a part of the data, and all get the same numbers."""
+"""Evaluate a model on all ranks together: each scores a part of the data, and all get the same numbers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MOST_NUMBERS = 25  # classes; the numbers of a larger matrix would be too small
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Evaluation:
-    """What a model got right and wrong. It shows itself as a table; `figure()` draws the confusion matrix.
+    """What a model got right and wrong; displayed as a table, while `figure()` draws the confusion matrix.
 
-    `confusion[t, p]` counts the samples of class t that were taken for p (int64). `average_precision` (float64, by
-    class) says how far the samples of a class come first when all are ranked by the probability that the model gives
-    to it: 1 if they are ahead of all others. `loss` is the mean cross entropy. What would be 0/0 is nan.
+    `confusion[t, p]` counts the samples of class t that were predicted as p (int64). `average_precision` (float64, by
+    class) says how well the model's probability for a class ranks its samples ahead of the others: 1 if all of them
+    come first. `loss` is the mean cross-entropy. A value that would be 0/0 is nan.
 
     >>> evaluate(model, dlab.mnist(train=False))
     class  samples  precision  recall  average precision
@@ -47,31 +47,31 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """How many samples there were, of all classes."""
+        """The number of samples of all classes."""
         return int(self.confusion.sum())
 
     @property
     def accuracy(self) -> float:
-        """The share of all samples whose class was found."""
+        """The share of all samples that were classified correctly."""
         return int(self.confusion.trace()) / self.samples if self.samples else float("nan")
 
     @property
     def precision(self) -> Tensor:
-        """By class: of those taken for it, the share that belongs to it; nan if nothing was taken for it."""
+        """By class: the share of the samples predicted as it that belong to it; nan if there are none."""
         return self.confusion.diagonal().double() / self.confusion.sum(0)
 
     @property
     def recall(self) -> Tensor:
-        """By class: of those that belong to it, the share that was found; nan if it has no samples."""
+        """By class: the share of its samples that were predicted as it; nan if it has no samples."""
         return self.confusion.diagonal().double() / self.confusion.sum(1)
 
     @property
     def mean_average_precision(self) -> float:
-        """The mean of the average precisions of those classes that have samples."""
+        """The mean of the average precisions over the classes that have samples."""
         return float(self.average_precision.nanmean())
 
     def figure(self) -> Figure:
-        """The confusion matrix with its counts, coloured by the share of each true label's samples."""
+        """Draw the confusion matrix with its counts, coloured by the share of each true label's samples."""
         with uninterrupted():
             from matplotlib.colors import PowerNorm
             from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ class Evaluation:
         side = 2.0 + 0.4 * min(classes, _MOST_NUMBERS)
         figure = Figure(figsize=(side + 1, side), layout="constrained")
         axes = figure.add_subplot(xlabel="predicted label", ylabel="true label")
-        # cividis looks alike to colour-blind readers; by its root a share of one in a hundred still shows
+        # cividis looks the same to colour-blind readers; with a square root a share of 1 % is still visible
         norm = PowerNorm(0.5, 0, 1)
         image = axes.imshow(shares, cmap="cividis", norm=norm, interpolation="nearest")
         figure.colorbar(image, label="share of the true label's samples")
@@ -121,7 +121,7 @@ class Evaluation:
 
 
 class _ClassTable(Table):
-    """A row per class."""
+    """The table that an evaluation displays, with a row per class."""
 
     def __init__(self, of: Evaluation) -> None:
         samples, precision, recall = of.confusion.sum(1).tolist(), of.precision.tolist(), of.recall.tolist()
@@ -150,14 +150,14 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model on (input, label) samples; with a transport, every rank does a part and all get the same result.
 
-    Every rank must call it, with the same model and the same data. Rank r scores part r of `tensor_split`, so the work
-    is divided by the n ranks. Then each sends 2(n-1)/n of the counts (8 bytes for each pair of classes), and, since an
-    average precision needs all samples in one ranking, (n-1)/n of all scores and labels: of 480 KB for 10,000 samples,
-    10 classes and float32. Each rank ranks all of them itself.
+    Every rank must call it, with the same model and the same data. Rank r scores part r of `tensor_split`, so each of
+    the n ranks does 1/n of the work. Then each sends 2(n-1)/n of the counts (8 bytes for each pair of classes), and,
+    since an average precision needs all samples in one ranking, (n-1)/n of all scores and labels, which are 480 KB for
+    10,000 samples, 10 classes and float32. Each rank then sorts all scores itself.
 
-    `device` is where the model is, found by its parameters if not given; what is sent lies there too. Batches of
-    another size may change a score in its last digit, as everywhere in torch; otherwise n ranks equal one bit for bit.
-    If a score is not a number, neither are the loss and the average precisions.
+    `device` is the model's device, by default that of its parameters; tensors are sent from there too. A different
+    batch size may change the last digit of a score, as everywhere in torch; otherwise n ranks give the same bits as
+    one. If a score is nan, so are the loss and the average precisions.
 
     >>> evaluate(model, data).accuracy
     0.9891
@@ -173,20 +173,20 @@ def evaluate(
     with _evaluation_mode(model, transport):
         scores, labels = _score(model, data, positions, batch_size, device or _device(model))
         all_scores, all_labels = gather_rows(scores, len(data), transport), gather_rows(labels, len(data), transport)
-    _check_labels(all_labels, classes=scores.shape[1])  # all of them on every rank, so that all raise alike
+    _check_labels(all_labels, classes=scores.shape[1])  # every rank checks all labels, so that all raise the same error
     confusion = count_pairs(labels, scores.argmax(1), classes=scores.shape[1])
     ring_allreduce(confusion, transport)
 
     all_scores, all_labels = all_scores.cpu().double(), all_labels.cpu()
     losses = F.cross_entropy(all_scores, all_labels, reduction="none")
-    # In float64: in float32 all that a model is very sure of would have the probability 1, and no ranking.
+    # In float64, because in float32 all confident predictions would have probability 1 and could not be ranked.
     columns = all_scores.softmax(1).unbind(1)
     precisions = [average_precision(column, all_labels == label) for label, column in enumerate(columns)]
     return Evaluation(confusion.cpu(), torch.tensor(precisions, dtype=torch.float64), _total(losses) / len(data))
 
 
 def count_pairs(true: Tensor, predicted: Tensor, classes: int) -> Tensor:
-    """How often each pair of labels occurs: a row for each true one, a column for each predicted one.
+    """Count how often each pair of labels occurs, with a row per true label and a column per predicted one.
 
     >>> count_pairs(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), classes=2)
     tensor([[1, 0],
@@ -196,9 +196,9 @@ def count_pairs(true: Tensor, predicted: Tensor, classes: int) -> Tensor:
 
 
 def average_precision(scores: Tensor, hits: Tensor) -> float:
-    """Sum of (R_k - R_k-1) P_k down the ranking of the scores, R_k and P_k being recall and precision of the first k.
+    """Sum (R_k - R_k-1) P_k down the ranking of the scores, where R_k and P_k are recall and precision of the first k.
 
-    Samples of equal score are taken together: the ranking does not say which of them comes first. One sort.
+    Samples of equal score are counted together, since the ranking does not order them. Costs one sort.
 
     >>> average_precision(torch.tensor([0.9, 0.8, 0.7]), torch.tensor([True, False, True]))
     0.8333333333333333
@@ -214,9 +214,9 @@ def average_precision(scores: Tensor, hits: Tensor) -> float:
 
 
 def gather_rows(mine: Tensor, count: int, transport: Transport) -> Tensor:
-    """Everyone gets all `count` rows, of which rank r has part r of `tensor_split`; (n-1)/n of them sent per rank.
+    """Give every rank all `count` rows, of which rank r has part r of `tensor_split`; each rank sends (n-1)/n of them.
 
-    They arrive where they belong, so nothing is joined afterwards.
+    Each part is received at its final place, so nothing has to be concatenated afterwards.
     """
     rows = mine.new_empty(count, *mine.shape[1:])
     parts = rows.tensor_split(transport.size)
@@ -227,10 +227,10 @@ def gather_rows(mine: Tensor, count: int, transport: Transport) -> Tensor:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module, transport: Transport) -> Iterator[None]:
-    """Without dropout and with fixed batch norms; afterwards every module is as it was.
+    """Turn off dropout and freeze batch norms; afterwards every module gets back the mode that it had.
 
-    The ranks of a rehearsal share one model: none may change it before all have noted how it was, and none may change
-    it back before all have their scores, which is so when all the scores have been gathered.
+    The ranks of a rehearsal share one model: none may change it before all have noted its mode, and none may change it
+    back before all have their scores, which they have once the scores are gathered.
     """
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -246,9 +246,9 @@ def _evaluation_mode(model: nn.Module, transport: Transport) -> Iterator[None]:
 def _score(
     model: nn.Module, data: Samples, positions: Tensor, batch_size: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """Scores (samples, classes) and labels (samples,) of the samples at these positions."""
+    """Return the scores (samples, classes) and labels (samples,) of the samples at these positions."""
     scores, labels = [], []
-    # A rank without samples looks at one all the same, to know the number of classes and the type of the scores.
+    # A rank without samples still scores one, to know the number of classes and the type of the scores.
     for batch in positions.split(batch_size) if len(positions) else [torch.tensor([0])]:
         inputs, truth = take(data, batch)
         scores.append(_checked_scores(model(inputs.to(device)), len(batch)))
@@ -260,7 +260,7 @@ def _checked_scores(scores: Any, batch: int) -> Tensor:
     if isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == batch and scores.shape[1]:
         return scores
     found = f"a tensor {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-    raise ValueError(f"the model gave {found} for a batch of {batch}: it must give scores (batch, classes)")
+    raise ValueError(f"the model returned {found} for a batch of {batch}: it must return scores (batch, classes)")
 
 
 def _checked_truth(labels: Any, batch: int) -> Tensor:
@@ -268,7 +268,7 @@ def _checked_truth(labels: Any, batch: int) -> Tensor:
     if whole and labels.shape == (batch,):
         return labels.long()
     found = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-    raise ValueError(f"the labels of a batch of {batch} came as {found}: a label must be one whole number")
+    raise ValueError(f"the labels of a batch of {batch} are {found}: each label must be one whole number")
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:
@@ -284,5 +284,5 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _total(values: Tensor) -> float:
-    """By numpy: torch sums a long tensor in as many parts as it has threads, and workers have fewer than notebooks."""
+    """Sum with numpy, because torch's order of summation depends on its number of threads, which differs in workers."""
     return float(values.numpy().sum())

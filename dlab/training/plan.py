@@ -1,4 +1,4 @@
-"""A plan for a training: what to train, on which data, by which strategy; can be run in every worker of a cluster."""
+"""A plan for a training: what to train, on which data, with which strategy. Every worker of a cluster can run it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 @dataclass
 class RankResult:
-    """What one rank brings home."""
+    """The result of one rank."""
 
-    losses: list[float]  # of each step, the mean over its own samples
-    counts: list[int]  # and how many they were
-    digest: str  # of the weights: equal where all bits are
-    weights: dict[str, torch.Tensor] | None  # rank 0's
+    losses: list[float]  # for each step, the mean over this rank's samples
+    counts: list[int]  # for each step, the number of this rank's samples
+    digest: str  # of the weights: two ranks' digests are equal if all bits of their weights are
+    weights: dict[str, torch.Tensor] | None  # only in the result of rank 0
     evaluation: Evaluation | None
 
 
@@ -83,14 +83,14 @@ class Training:
         if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
             raise ValueError(f"every={self.every!r}: give the number of steps between checkpoints, 1 or more")
         if self.every is not None and self.checkpoint is None:
-            raise ValueError(f"every={self.every!r} says how often to save: say where, too, by checkpoint=folder")
+            raise ValueError(f"every={self.every!r} says how often to save: also say where, with checkpoint=folder")
         if self.elastic and (self.strategy.sharded or not self.strategy.elastic):
-            more = "goes on by itself" if self.strategy.survives else "cannot: a rank alone does not hold all it needs"
+            more = "does not need it" if self.strategy.survives else "cannot restart without a rank that died"
             raise ValueError(f"elastic=True is for SyncSGD and AllReduceSGD; this strategy {more}")
         if self.overwrite and self.checkpoint is None:
-            raise ValueError("overwrite=True removes the checkpoints in a folder: say which, too, by checkpoint=folder")
+            raise ValueError("overwrite=True removes a folder's checkpoints: say which folder, with checkpoint=folder")
         if self.resume is not None:
-            open_checkpoint(self.resume)  # to be told at once
+            open_checkpoint(self.resume)  # to report a damaged one at once
         if self.checkpoint is not None:
             Folder(self.checkpoint).check(self.resume, self.overwrite)
         for name, data in (("data", self.data), ("test", self.test)):
@@ -102,14 +102,14 @@ class Training:
     def __call__(
         self, transport: Transport | None = None, tell: Callable[..., None] | None = None
     ) -> RankResult | None:
-        """What a rank does. Without a transport: over the one of this worker, and telling the notebook.
+        """Train as one rank; without a transport, use this worker's own and log to the notebook.
 
-        A strategy that needs servers has those of the cluster; where nobody has started any, as in a rehearsal or
-        under torchrun, the last ranks serve the others, and return nothing.
+        A strategy that needs servers uses those of the cluster; where there are none, as in a rehearsal or under
+        torchrun, the last ranks act as servers for the others, and return None.
         """
-        from dlab.training.loop import Trainer  # which knows this class
+        from dlab.training.loop import Trainer  # at the top it would be circular
 
-        where, tell = (context.transport(), tell or log) if transport is None else (transport, tell or _say_nothing)
+        where, tell = (context.transport(), tell or log) if transport is None else (transport, tell or _discard)
         here = device() if transport is None else torch.device("cpu")
 
         def work(workers: Transport) -> RankResult:
@@ -120,30 +120,30 @@ class Training:
 
     @property
     def checks(self) -> dict[str, Callable[[Any], object]]:
-        """For each knob, by name: what raises ValueError if a value makes no sense."""
+        """For each knob, by name, a function that raises ValueError for a bad value."""
         return {"lr": check_rate, **self.strategy.checks}
 
     @property
     def survives(self) -> bool:
-        """Does it go on without ranks that have died?"""
+        """Whether the training continues without ranks that have died."""
         return self.elastic or self.strategy.survives
 
     @property
     def revives(self) -> bool:
-        """Does it go on from its last checkpoint with a new server in the place of one that has died?"""
+        """Whether a server that dies is replaced and the training continues from its last checkpoint."""
         return self.checkpoint is not None and self.strategy.servers > 0
 
     @property
     def servers(self) -> int:
-        """How many servers the strategy needs."""
+        """The number of servers that the strategy needs."""
         return self.strategy.servers
 
     def load(self) -> Samples:
-        """The data to train on."""
+        """Return the data to train on."""
         return mnist(train=True) if isinstance(self.data, str) else self.data
 
     def load_test(self) -> Samples | None:
-        """The data to test on: MNIST's own for MNIST, unless told otherwise."""
+        """Return the data to test on: by default MNIST's test set for MNIST, and None for other data."""
         if self.test is None or self.test is True:
             return mnist(train=False) if isinstance(self.data, str) else None
         if isinstance(self.test, str):
@@ -151,7 +151,7 @@ class Training:
         return self.test or None
 
     def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The one asked for, or SGD."""
+        """Make the optimizer that was asked for, or else SGD with `lr` and `momentum`."""
         if self.optimizer is not None:
             return self.optimizer(parameters)
         # fused: one pass over the weights instead of three
@@ -162,12 +162,12 @@ class Training:
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """With zeros: PyTorch's fused SGD fails if a layer is first used when others have their momentum already."""
+    """Set missing momentum to zeros: torch's fused SGD fails if a layer is first used after others have momentum."""
     for group in optimizer.param_groups:
         for each in group["params"]:
             if each.grad is not None and not optimizer.state[each]:
                 optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each.grad)
 
 
-def _say_nothing(**_: Any) -> None:
-    """There is nobody to tell in a rehearsal."""
+def _discard(**_: Any) -> None:
+    """Discard what would be logged, since a rehearsal has no notebook to log to."""

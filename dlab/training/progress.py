@@ -1,4 +1,4 @@
-"""A training in a terminal: a progress line per rank, and what came out in the end."""
+"""Train in a terminal: show a progress bar per rank, and the result at the end."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _SECONDS = 2.0  # between two lines under a launcher
 
 
 def train_in_terminal(model: str, strategy: str, workers: int, **options: Any) -> None:
-    """`dlab train`: in a cluster of its own, or as one rank if a launcher such as torchrun has started this process."""
+    """Run `dlab train`: in a cluster of its own, or as one rank if a launcher such as torchrun started this process."""
     for name, known in ((model, MODELS), (strategy, STRATEGIES)):
         if name not in known:
-            raise ValueError(f"there is no {name!r} here: use {', '.join(known)}")
+            raise ValueError(f"{name!r} is not known: use one of {', '.join(known)}")
     training = Training(model=MODELS[model], strategy=STRATEGIES[strategy](), **options)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _train_as_rank(training)
@@ -57,7 +57,7 @@ def _train_in_cluster(training: Training, workers: int) -> None:
     if training.checkpoint is not None:
         Folder(training.checkpoint).check_free()
     console, begun = Console(), time.monotonic()
-    servers = f" and {training.servers} of a server" if training.servers else ""
+    servers = f" and {training.servers} server processes" if training.servers else ""
     console.print(f"starting {workers} worker processes{servers} …")
     with Cluster(workers, servers=training.servers) as cluster:
         run = cluster.start(training)
@@ -67,8 +67,8 @@ def _train_in_cluster(training: Training, workers: int) -> None:
 
 
 def _train_as_rank(training: Training) -> None:
-    """Every rank trains; the first one tells."""
-    import dlab.processes.worker.compiler  # noqa: F401  (stands in for torch's own, which takes 1.5 s to import)
+    """Train as one rank of a launcher's process group; rank 0 prints the progress and the result."""
+    import dlab.processes.worker.compiler  # noqa: F401  (replaces torch's own, which takes 1.5 s to import)
 
     begun, told = time.monotonic(), 0.0
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -79,7 +79,7 @@ def _train_as_rank(training: Training) -> None:
         nonlocal told
         if rank() == 0 and time.monotonic() - told > _SECONDS:
             told = time.monotonic()
-            loss = f"loss {data['loss']:.3f}" if "loss" in data else "another rank has the loss"
+            loss = f"loss {data['loss']:.3f}" if "loss" in data else "the loss is on another rank"
             print(f"step {data['step']}, epoch {data['epoch']}: {loss}", flush=True)
 
     try:
@@ -106,7 +106,7 @@ def _tell(training: Training, results: list[RankResult | None], seconds: float) 
 
 
 def show_progress(run: Run, steps: int, console: object) -> None:
-    """A line for each rank, until the run is done."""
+    """Show a progress bar for each rank until the run is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -120,5 +120,5 @@ def show_progress(run: Run, steps: int, console: object) -> None:
             events = (event for records in fresh for event in records.events)
             latest = {event.rank: event.data for event in events if event.kind == LOG}
             for number, data in latest.items():
-                loss = f"loss {data['loss']:.3f}" if "loss" in data else ""  # which another rank may have
+                loss = f"loss {data['loss']:.3f}" if "loss" in data else ""  # the loss may be on another rank
                 progress.update(lines[number], completed=data["step"] + 1, loss=loss)

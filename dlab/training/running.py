@@ -1,4 +1,4 @@
-"""`dlab.train`: a training on the warm workers of this kernel, in the background, with a model at the end."""
+"""`dlab.train`: train on the warm workers of this kernel, in the background, and get a model at the end."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dlab.training.saving import Folder
 
 @dataclass
 class Result:
-    """What a training gives."""
+    """The result of a training."""
 
     model: nn.Module  # on the CPU
-    losses: list[float]  # of every step, the mean over all samples of the global batch
+    losses: list[float]  # for each step, the mean over the samples of the global batch
     evaluation: Evaluation | None  # on the test data, if there is any
-    identical: bool  # did all ranks end with the same bits?
+    identical: bool  # whether the models of all ranks are equal to the last bit
 
     @property
     def accuracy(self) -> float | None:
@@ -65,25 +65,25 @@ def train(
     elastic: bool = False,
     on: Cluster | None = None,
 ) -> Run:
-    """Train in real worker processes; gives a `Run` at once, whose `wait()` gives a `Result`.
+    """Train in real worker processes; returns a `Run` at once, whose `wait()` returns a `Result`.
 
     >>> run = dlab.train(dlab.SimpleCNN, "mnist", dlab.AllReduceSGD(), workers=4, lr=0.05, momentum=0.9)
     >>> run.wait().accuracy
 
     `model`: a class or function that makes the network. `data`: "mnist", or a Dataset of (input, label).
-    `strategy`: how the workers come to one model, by default `SyncSGD()`. `batch_size` is that of all workers
-    together. `loss` is a mean over samples. `optimizer`: a function that makes one from parameters, in place of SGD
-    with `lr` and `momentum`. `order`: "shards" gives every worker a shard of its own, "global" cuts each global batch,
-    so that the number of workers does not change the result. `test`: a Dataset to test on; MNIST's own for "mnist",
-    unless False. `accumulate`: compute each worker's batch in so many pieces. `amp`: autocast to bfloat16. `watch`:
-    stream gradient norms every so many steps. `checkpoint`: a folder to save to, `every` so many steps, or after each
-    epoch; the last two are kept. `resume`: such a folder, to go on from its newest, or one of the checkpoints in it,
-    also with another number of workers. The folder of one training is refused to another, unless `overwrite=True`
-    removes what is there; who resumes an older checkpoint and saves to the same folder leaves the later ones behind:
-    they are removed when the next one is saved. `elastic`: when a worker dies, the others go on from the same weights.
-    `on`: a cluster of your own, not the kernel's shared one.
+    `strategy`: how the workers arrive at one model, by default `SyncSGD()`. `batch_size` is that of all workers
+    together. `loss` must be a mean over samples. `optimizer`: a function that makes one from parameters, instead of SGD
+    with `lr` and `momentum`. `order`: "shards" gives every worker a shard of its own, "global" splits each global
+    batch, so that the number of workers does not change the result. `test`: a Dataset to test on; by default MNIST's
+    own for "mnist", none if False. `accumulate`: compute each worker's batch in this many micro-batches. `amp`:
+    autocast to bfloat16. `watch`: stream gradient norms every so many steps. `checkpoint`: a folder to save to, `every`
+    so many steps or, by default, after each epoch; the last two checkpoints are kept. `resume`: continue from the
+    newest checkpoint in such a folder, or from one given checkpoint; the number of workers may differ. A folder that
+    holds another training's checkpoints is refused, unless `overwrite=True` removes them. If you resume an older
+    checkpoint and save to the same folder, the later ones are removed with the next save. `elastic`: when a worker
+    dies, the others continue from the same weights. `on`: a cluster of your own instead of the kernel's shared one.
 
-    While it trains, `run.set("lr", 0.01)` turns the learning rate.
+    While it trains, `run.set("lr", 0.01)` changes the learning rate.
     """
     training = Training(
         model=model,
@@ -114,17 +114,17 @@ def train(
 
 
 def collect(training: Training, results: list[RankResult | None]) -> Result | None:
-    """One result of all ranks'; None if the run was stopped before the end."""
+    """Combine the results of all ranks into one; None if the run was stopped before the end."""
     there = [result for result in results if result is not None]
     bringer = next((result for result in there if result.weights is not None), None)
     if bringer is None or bringer.weights is None:
         return None
-    with torch.random.fork_rng():  # making a model is none of the notebook's random numbers
+    with torch.random.fork_rng():  # making a model must not change the notebook's random numbers
         model = training.model()
     model.load_state_dict(bringer.weights)
     losses = []
     for step in range(len(bringer.losses)):
         counts = [result.counts[step] for result in there]
         total = sum(result.losses[step] * n for result, n in zip(there, counts, strict=True) if n)
-        losses.append(total / sum(counts) if any(counts) else float("nan"))  # if only the dead knew it
+        losses.append(total / sum(counts) if any(counts) else float("nan"))  # if only ranks that died had the loss
     return Result(model, losses, bringer.evaluation, len({result.digest for result in there}) == 1)

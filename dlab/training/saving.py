@@ -1,8 +1,8 @@
-"""Saving: a checkpoint is whole or not there, and the folder that it is saved in belongs to one training.
+"""Save checkpoints atomically, in a folder that belongs to one training.
 
-All is written to a hidden folder beside the others, which then gets its name in a single moment. Whoever dies before
-it leaves no checkpoint, whoever dies after it a whole one. The last two are kept, so that when one is damaged the one
-before it can be used. Taught in `03_sync_sgd.ipynb`.
+A checkpoint is written to a hidden folder, which is then renamed in one atomic step: a process that dies before the
+rename leaves no checkpoint, one that dies after it a complete one. The last two are kept, so that when one is damaged
+the one before it can be used. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dlab.transports import Transport
 
 KEPT = 2
 _LOCK = ".dlab-lock"
-_DYING = 0.2  # seconds in which a process that was killed gives back its lock
+_DYING = 0.2  # seconds within which the lock of a killed process is released
 
 
 class FolderInUse(ValueError):
-    """Another training saves there now; the message says which process."""
+    """Another training is saving to this folder; the message says which process."""
 
 
 class Folder:
-    """Where one training saves. `with` it, a lock is held from `claim` on, or from the first `take`, to the end.
+    """The folder that one training saves to. In a `with` block, a lock is held from `claim` or `take` to the end.
 
-    Rank 0 holds the lock; if it dies, whoever takes its place takes the lock with the next checkpoint. It goes with
-    its process, so none is left to be in the way. Between hosts it works as far as `flock` on their shared file
-    system does; where there are no locks at all, nobody is refused.
+    Rank 0 holds the lock; if it dies, the rank that replaces it takes the lock with the next checkpoint. The system
+    releases the lock when its process ends, so a stale one never blocks a training. Between hosts it works as well as
+    `flock` does on their shared file system; where there are no locks at all, no training is refused.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,11 +54,11 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
             self.clear_leftovers()
-            (self.path / _LOCK).unlink(missing_ok=True)  # while it is still ours
+            (self.path / _LOCK).unlink(missing_ok=True)  # while the lock is still held
             self._lock.close()
 
     def check(self, resume: str | Path | None, overwrite: bool) -> None:
-        """Refuse what cannot be a folder, and one with checkpoints of another training."""
+        """Refuse a path that cannot be a folder, and a folder with checkpoints of another training."""
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir():
             raise NotADirectoryError(f"checkpoint={str(self.path)!r}: {there} is a file; give a folder")
@@ -66,18 +66,18 @@ class Folder:
             raise PermissionError(f"checkpoint={str(self.path)!r}: {there} cannot be written to; give another folder")
         if not overwrite and not self._is_resumed_by(resume) and (found := checkpoints_in(self.path)):
             raise ValueError(
-                f"{self.path} holds the checkpoints of another training, up to {found[-1].name}: go on with it by "
-                f"resume={str(self.path)!r}, give another folder, or remove them by overwrite=True"
+                f"{self.path} holds the checkpoints of another training, up to {found[-1].name}: continue it with "
+                f"resume={str(self.path)!r}, give another folder, or remove them with overwrite=True"
             )
 
     def check_free(self) -> None:
-        """Refuse if a training saves there now; for who can tell before it starts."""
+        """Refuse the folder, before any worker starts, if another training is saving to it."""
         if (self.path / _LOCK).is_file():
             with Folder(self.path) as mine:
                 mine.take()
 
     def claim(self, resume: str | Path | None, overwrite: bool) -> None:
-        """For rank 0, before the first step: from now on it is ours; with `overwrite`, what was there is removed."""
+        """Take the folder for this training (rank 0, before the first step), and remove another's checkpoints."""
         self.take()
         self.check(resume, overwrite)
         self.clear_leftovers()
@@ -86,10 +86,10 @@ class Folder:
                 _remove(other)
 
     def take(self) -> None:
-        """Hold the lock, unless it is held already."""
+        """Take the lock, unless it is held already; raises `FolderInUse` if another process holds it."""
         until = time.monotonic() + _DYING
         while self._lock is None:
-            with _in_a_sentence(self.path):
+            with _explaining_errors(self.path):
                 _make(self.path)
                 file = (self.path / _LOCK).open("a+")
             try:
@@ -99,21 +99,21 @@ class Folder:
                     file.seek(0)
                     owner = file.read() or "another process"
                     raise FolderInUse(
-                        f"{self.path} is in use, {owner} saves its checkpoints there: wait until it ends, or give "
-                        "another folder"
+                        f"{self.path} is in use, {owner} saves its checkpoints there: wait until it has finished, "
+                        "or give another folder"
                     ) from None
                 time.sleep(_DYING / 10)
                 continue
             except OSError:  # a file system without locks
                 pass
-            with suppress(FileNotFoundError):  # the last owner may have removed it just now
+            with suppress(FileNotFoundError):  # the last owner may have just removed it
                 if os.path.samestat(os.fstat(file.fileno()), (self.path / _LOCK).stat()):
                     self._lock = file
                     file.truncate(0)
                     print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what those who were interrupted have left; while nobody saves."""
+        """Remove unfinished checkpoints of interrupted saves; call it only while no rank is saving."""
         for partial in self.path.glob(_hidden("step-*")):
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -123,43 +123,43 @@ class Folder:
 
 
 class Saving:
-    """A checkpoint under way: the files, and the moment in which it is there."""
+    """A checkpoint that is being written to a hidden folder until `commit` renames it."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.whole = folder, steps, checkpoint_after(steps, folder)
         self._partial = folder / _hidden(self.whole.name)
 
     def begin(self) -> None:
-        """Checkpoints from this step on are of a line that was left when an earlier one was resumed: they go first."""
-        with _in_a_sentence(self.folder):
+        """Make the hidden folder, and remove checkpoints of this and later steps, left from before a resume."""
+        with _explaining_errors(self.folder):
             for abandoned in checkpoints_in(self.folder):
                 if steps_of(abandoned) >= self.steps:
                     _remove(abandoned)
             _make(self._partial)
 
     def write(self, name: str, state: State) -> str:
-        """Write a state, and give the digest of the file."""
+        """Write a state to a file, and return the digest of the file."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         self.write_bytes(name, buffer.getvalue())
         return hashlib.sha256(buffer.getvalue()).hexdigest()
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """On the disk, when this returns: a checkpoint must outlive the machine's next breath."""
+        """Write a file, and wait until it is on the disk, so that it survives a crash of the machine."""
         if not self._partial.is_dir():
             raise ConnectionError(
-                f"{self._partial} is not there: rank 0 has given it up, or is on a host with other files"
+                f"{self._partial} is missing: rank 0 gave up this save, or the hosts do not share the folder"
             )
-        with _in_a_sentence(self.folder), (self._partial / name).open("wb") as file:
+        with _explaining_errors(self.folder), (self._partial / name).open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
     def commit(self, files: dict[str, str], ranks: int) -> None:
-        """All files are there, with these digests: name them in a manifest, and let the checkpoint be."""
+        """Write the manifest with the digests of all files, rename the folder, and remove old checkpoints."""
         manifest = json.dumps({"steps": self.steps, "ranks": ranks, "files": files}, indent=1)
         self.write_bytes(MANIFEST, manifest.encode())
-        with _in_a_sentence(self.folder):
+        with _explaining_errors(self.folder):
             _sync(self._partial)
             self._partial.rename(self.whole)
             _sync(self.folder)
@@ -168,10 +168,10 @@ class Saving:
 
 
 def save_checkpoint(folder: Folder, steps: int, transport: Transport, common: State, own: State) -> None:
-    """Every rank must call it, with the same folder (on hosts that share it).
+    """Save a checkpoint; every rank must call it with the same folder, which all hosts must share.
 
-    Costs two barriers, the writing, and waiting for the disk. When a rank dies, the others raise ConnectionError; the
-    checkpoint is there if rank 0 has come to the end of `commit`, and else it is not.
+    Costs two barriers, an all-gather of digests, and the time to write to disk. When a rank dies, the others raise
+    ConnectionError; the checkpoint exists if rank 0 has completed `commit`, and otherwise does not.
     """
     saving = Saving(folder.path, steps)
     if transport.rank == 0:
@@ -189,7 +189,7 @@ def save_checkpoint(folder: Folder, steps: int, transport: Transport, common: St
 
 
 @contextmanager
-def _in_a_sentence(folder: Path) -> Iterator[None]:
+def _explaining_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
@@ -198,17 +198,17 @@ def _in_a_sentence(folder: Path) -> Iterator[None]:
 
 
 def _hidden(name: str) -> str:
-    """What a checkpoint is called before it is whole, and when it is none any more."""
+    """Return the name that a checkpoint has before it is complete and while it is being removed."""
     return f".{name}.partial"
 
 
 def _remove(checkpoint: Path) -> None:
-    """Also this in a single moment: half of one would be neither whole nor known to be left over."""
+    """Rename a checkpoint to its hidden name before deleting it, so that no half-deleted one is ever visible."""
     shutil.rmtree(checkpoint.rename(checkpoint.with_name(_hidden(checkpoint.name))))
 
 
 def _make(folder: Path) -> None:
-    """A folder that is still there when the machine fails, and those above it."""
+    """Make a folder and its parents, each synced to disk so that it survives a crash of the machine."""
     if not folder.is_dir():
         _make(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -216,12 +216,12 @@ def _make(folder: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk, too, when this returns."""
+    """Wait until the names of the files in a folder are on the disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
     except OSError as problem:
-        if problem.errno != errno.EINVAL:  # of a file system that has no need of it, or no way
+        if problem.errno != errno.EINVAL:  # the file system does not support fsync of a folder
             raise
     finally:
         os.close(file)

@@ -1,7 +1,7 @@
-"""The state of a training: what a checkpoint holds of a trainer, and how a trainer goes on from one.
+"""The state of a training: what a checkpoint stores of a trainer, and how a trainer resumes from one.
 
-Rank 0 saves what is the whole training's, under the names of the whole model, and every rank what is its own; so a
-checkpoint can be read by another number of ranks. Taught in `03_sync_sgd.ipynb`.
+Rank 0 saves the state of the whole training, under the parameter names of the whole model, and every rank its own
+state, so a checkpoint can be resumed on a different number of ranks. Taught in `03_sync_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def save(trainer: Trainer) -> None:
-    """A checkpoint, by all ranks together that are still there.
+    """Save a checkpoint, together with all ranks that are still alive.
 
-    If one of them dies meanwhile, a strategy that survives it goes on, and the next checkpoint is saved by those who
-    are left. This one is there if the first rank came to its end, and else it is not; nobody asks the others, who may
-    have gone on already.
+    If a rank dies meanwhile, a strategy that survives it continues, and the remaining ranks save the next checkpoint.
+    This one exists if rank 0 completed it, and otherwise does not; the ranks do not agree on which, since some may
+    already have continued.
     """
     try:
         save_together(trainer)
@@ -34,7 +34,7 @@ def save(trainer: Trainer) -> None:
 
 
 def save_together(trainer: Trainer) -> None:
-    """The same, if nobody dies."""
+    """Gather the state and save it; raises ConnectionError if a rank or a server dies meanwhile."""
     strategy, folder = trainer.strategy, trainer.folder
     assert folder is not None
     strategy.settle()
@@ -60,7 +60,7 @@ def save_together(trainer: Trainer) -> None:
 
 
 def resume(trainer: Trainer, saved: Checkpoint) -> None:
-    """Go on where it was saved; with another number of ranks, what is left of the epoch is dealt anew."""
+    """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is divided anew."""
     plan, strategy, group = trainer.plan, trainer.strategy, trainer.data_group
     common, here = saved.common(), type(strategy).__name__
     if common["strategy"] != here:

@@ -1,4 +1,4 @@
-"""Messages between ranks: one small protocol, and what carries it."""
+"""Messages between ranks: one small interface, and the transports that implement it."""
 
 from dlab.transports.base import Group, Transport
 from dlab.transports.distributed import TorchTransport

@@ -1,7 +1,6 @@
-"""What a collective needs of a transport: send, receive, both at once, and a barrier.
+"""The interface of a transport that collectives are written on: send, receive, both at once, and a barrier.
 
-A collective is written once on this protocol. Threads of one process, shared memory, gloo and NCCL
-carry it.
+A collective is written once on this interface, and runs on threads, shared memory, gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ T = TypeVar("T")
 class Transport(ABC):
     """Messages between `size` ranks, seen from `rank`. A message is the content of a contiguous tensor.
 
-    `send` may wait until the other side receives: a pair that sends to each other first and receives afterwards can
-    wait for ever. `exchange` sends and receives at the same time and never does.
+    `send` may wait until the other side receives, so two ranks that both send first and receive afterwards may wait
+    for ever. `exchange` sends and receives at the same time and avoids this deadlock.
     """
 
     rank: int
     size: int
-    peers: Peers | None = None  # who is at the other ends, where that is known
-    processes: bool = True  # are ranks processes? Threads of one process share all their memory anyway
+    peers: Peers | None = None  # the processes at the other ends, where they are known
+    processes: bool = True  # whether ranks are processes; threads share all their memory anyway
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks of the world that take part here: member r is rank r of this transport."""
+        """The world's ranks that take part here: member r is rank r of this transport."""
         return range(self.size)
 
     def once(self, make: Callable[[Transport], T]) -> T:
-        """What `make(transport)` gives, made once for this transport."""
+        """Return the result of `make(transport)`, which is called only once for this transport."""
         kept: dict[Any, Any] = self.__dict__.setdefault("_kept", {})
         if make not in kept:
             kept[make] = make(self)
@@ -48,22 +47,22 @@ class Transport(ABC):
         self.move((tensor, destination), None)
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill a tensor with what a rank has sent; size and type must be those of the tensor sent."""
+        """Fill a tensor with what a rank has sent; its size and type must be those of the tensor sent."""
         self.check(tensor, source)
         self.move(None, (tensor, source))
 
     def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
-        """Send to one rank while receiving from another, or from the same."""
+        """Send to one rank while receiving from another, or from the same one."""
         self.check(outgoing, destination)
         self.check(incoming, source)
         self.move((outgoing, destination), (incoming, source))
 
     @abstractmethod
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """The one thing that a transport must be able to do: get both through, at the same time."""
+        """Send and receive at the same time; the only method that a transport must implement."""
 
     def barrier(self) -> None:
-        """Return when every rank has come here: log2(size) rounds of empty messages, each twice as far away."""
+        """Wait until every rank has called it: log2(size) rounds of empty messages, each twice as far away."""
         nothing, distance = torch.empty(0, dtype=torch.uint8), 1
         while distance < self.size:
             self.exchange(
@@ -72,35 +71,35 @@ class Transport(ABC):
             distance *= 2
 
     def label(self, phase: str, step: int) -> None:  # noqa: B027  (most transports have no use for it)
-        """Say which part of an algorithm the next messages belong to; of interest to a recorder only."""
+        """Say which part of an algorithm the next messages belong to; only a recorder uses it."""
 
     def note(self, source: int, destination: int, nbytes: int, start: float) -> None:  # noqa: B027  (the same)
-        """Tell of a message that has gone by another way than this transport, since `start` of `time.time`."""
+        """Report a message that was sent by other means than this transport, since `start` of `time.time`."""
 
     def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:  # noqa: B027
-        """Tell of a collective in which this rank took part without messages, since `start` of `time.time`."""
+        """Report a collective in which this rank took part without messages, since `start` of `time.time`."""
 
     def within(self, members: Sequence[int], axis: str) -> Transport:
-        """The same transport for what is sent within a group; a recorder then names the group."""
+        """Return the transport for messages within a group; a recorder returns one that names the group."""
         return self
 
     def check(self, tensor: torch.Tensor, peer: int) -> None:
-        """Refuse what cannot be sent, with a sentence."""
+        """Raise an error for a tensor or a rank that cannot be used in a message."""
         if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise IndexError(f"rank {self.rank} names rank {peer}, but the ranks are 0 to {self.size - 1}")
         if peer == self.rank:
             raise ValueError(f"rank {self.rank} sends to itself: copy the tensor instead")
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise ValueError("only dense, contiguous tensors can be sent: call .contiguous() (or .to_dense()) first")
-        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory are not yet those that it shows
+        if tensor.is_conj() or tensor.is_neg():  # the numbers in memory differ from those that it shows
             raise ValueError("a conjugated view cannot be sent as it is: call .resolve_conj().resolve_neg() first")
 
 
 class Group(Transport):
-    """Some of the ranks, numbered anew from 0 in the order given: `Group(transport, [1, 3])` on ranks 1 and 3.
+    """Some of the ranks, numbered from 0 in the order given: `Group(transport, [1, 3])` on ranks 1 and 3.
 
-    A group within a group is one of the transport beneath both. With `axis`, the name of the line of a mesh that it is,
-    recorded messages say in which group they went; without, as in the parts of an algorithm, they do not.
+    A group within a group uses the transport beneath both. With `axis`, the name of a mesh's axis, recorded messages
+    name their group; without, as inside an algorithm, they do not.
     """
 
     _members: list[int]
@@ -119,35 +118,35 @@ class Group(Transport):
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks of the world, in the order of this group."""
+        """The world's ranks of the members, in the order of this group."""
         world = self._transport.members
         return [world[member] for member in self._members]
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """With the members' own ranks."""
+        """Send and receive on the transport beneath, with the members' ranks there."""
         self._transport.move(self._address(outgoing), self._address(incoming))
 
     def _address(self, message: TensorAndRank | None) -> TensorAndRank | None:
         return None if message is None else (message[0], self._members[message[1]])
 
     def label(self, phase: str, step: int) -> None:
-        """Name the phase of the messages to come on the transport beneath."""
+        """Pass the phase of the next messages to the transport beneath."""
         self._transport.label(phase, step)
 
     def note(self, source: int, destination: int, nbytes: int, start: float) -> None:
-        """Passed on, with the members' own ranks."""
+        """Pass the report to the transport beneath, with the members' ranks there."""
         self._transport.note(self._members[source], self._members[destination], nbytes, start)
 
     def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
-        """Passed on to the transport beneath, which knows of the group."""
+        """Pass the report to the transport beneath, which knows the group."""
         self._transport.note_collective(name, algorithm, nbytes, start, **details)
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """`5 float32`, as messages about mismatches say it."""
+    """Describe a tensor for an error message: `5 float32`."""
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def mismatch(source: int, sent: str, destination: int, expected: str) -> ValueError:
-    """The error for two ends that do not agree."""
+    """Return the error for a message whose receiver expected another size or type."""
     return ValueError(f"rank {source} sent {sent} to rank {destination}, which expected {expected}: they must agree")

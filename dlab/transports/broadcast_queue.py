@@ -1,7 +1,7 @@
-"""Messages to everybody, for ranks that do not wait for each other: written once, read by each when it has time.
+"""Messages to all other ranks without waiting for them: written once, read by each rank when it has time.
 
-On one host a message is written where all can read it. Between hosts every rank has a thread per sender that takes its
-messages in. Taught in `04_async_sgd.ipynb`.
+On one host a message is written to shared memory. Between hosts every rank has a thread per sender that receives its
+messages. Taught in `04_async_sgd.ipynb`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlab.transports.shared import share_memory
 class BroadcastQueue(ABC):
     """Messages of `count` numbers between all ranks, in order for each sender.
 
-    Nothing here waits but `pause`, so that a rank can go on reading while it waits to write: else ranks that are all
-    full of messages would wait for each other. Ranks that have died are in `gone`; what they posted can still be read.
+    Only `pause` waits, so that a rank can keep reading while it waits to write; otherwise ranks whose queues are all
+    full would wait for each other. Ranks that have died are in `gone`; what they posted can still be read.
     """
 
     def __init__(self, transport: Transport, count: int, dtype: torch.dtype, room: int) -> None:
@@ -36,37 +36,37 @@ class BroadcastQueue(ABC):
 
     @abstractmethod
     def behind(self) -> set[int]:
-        """Who has so many messages of mine unread, `room`, that I may not post another."""
+        """Return the ranks that have not read `room` messages of this rank, so that it may not post another."""
 
     @abstractmethod
     def post(self, message: torch.Tensor) -> None:
-        """To all others. The tensor may be used again at once."""
+        """Post a message to all others; the tensor may be reused at once."""
 
     @abstractmethod
     def next(self, source: int) -> torch.Tensor | None:
-        """The oldest message of a rank that was not read yet, if it has come; valid until the next call."""
+        """Return the oldest unread message of a rank, valid until the next call; None if none has arrived."""
 
     @abstractmethod
     def pause(self, others: Collection[int]) -> None:
-        """Rest a moment, to wait for something that one of these ranks has to do; finds out if it is gone."""
+        """Wait a moment for one of these ranks to write or read a message, and notice if a rank is gone."""
 
     def wait(self, source: int) -> torch.Tensor | None:
-        """The next message of a rank; None if the rank is gone and there is none."""
+        """Wait for the next message of a rank and return it; None if the rank is gone and there is none."""
         while (message := self.next(source)) is None:
             if source in self.gone:
-                return self.next(source)  # it may have posted it just before
+                return self.next(source)  # it may have posted one just before
             self.pause([source])
         return message
 
-    def close(self) -> None:  # noqa: B027  (shared memory goes by itself)
-        """End what goes on in the background; nothing is sent or received any more."""
+    def close(self) -> None:  # noqa: B027  (shared memory needs no closing)
+        """End all work in the background; nothing can be sent or received afterwards."""
 
 
 def open_broadcast_queue(
     transport: Transport, count: int, dtype: torch.dtype, room: int = 32, timeout: float = 600.0
 ) -> BroadcastQueue:
-    """Every rank must call it. Memory for messages is only taken when that many lie unread."""
-    front = pages(8 * transport.size)  # the numbers of the ranks' processes
+    """Open a queue between all ranks, each of which must call it; memory is only used for unread messages."""
+    front = pages(8 * transport.size)  # the process ids of the ranks
     memory = share_memory(transport, front + PostedMessages.bytes_for(transport.size, count, dtype, room))
     if memory is not None:
         peers = Peers(memory[: 8 * transport.size].cast("Q"), transport.rank)
@@ -76,7 +76,7 @@ def open_broadcast_queue(
 
 
 class SharedBroadcastQueue(BroadcastQueue):
-    """Messages in memory that all ranks map: a message costs one copy to write and none to read."""
+    """Messages in memory that all ranks map; a message costs one copy to write and none to read."""
 
     def __init__(
         self,
@@ -90,22 +90,22 @@ class SharedBroadcastQueue(BroadcastQueue):
     ) -> None:
         super().__init__(transport, count, dtype, room)
         self._posted, self._peers = posted, peers
-        self._holding: int | None = None  # whose message was given out last, and is not yet counted as read
+        self._holding: int | None = None  # the sender of the last returned message, which is not yet counted as read
         self._awaited: list[int] = []
         self._backoff = Backoff(self._peers, timeout, self._whom)
 
     def behind(self) -> set[int]:
-        """Who has not read so many of my messages, as the counters in shared memory tell."""
+        """Return the ranks whose counters in shared memory say that `room` messages are unread."""
         self._put_down()
         return {other for other in self._readers() if self._posted.unread(self.rank, other) >= self.room}
 
     def post(self, message: torch.Tensor) -> None:
-        """Into a slot that nobody needs any more; ranks that are gone need none."""
+        """Write a message into a slot that all live ranks have read."""
         self._put_down()
         self._posted.post(self.rank, message, self._readers())
 
     def next(self, source: int) -> torch.Tensor | None:
-        """The oldest unread message of a rank, where its sender has put it; nothing is copied."""
+        """Return the oldest unread message of a rank in its sender's memory, without a copy."""
         self._put_down()
         if not self._posted.unread(source, self.rank):
             return None
@@ -114,7 +114,7 @@ class SharedBroadcastQueue(BroadcastQueue):
         return self._posted.oldest(source, self.rank)
 
     def pause(self, others: Collection[int]) -> None:
-        """Look, let others work, sleep."""
+        """Wait with a backoff: check again, yield the core, or sleep."""
         self._awaited = sorted(others)
         try:
             self._backoff()
@@ -123,7 +123,7 @@ class SharedBroadcastQueue(BroadcastQueue):
             self._backoff.reset()
 
     def _put_down(self) -> None:
-        """The message given out last has been read: its sender may use the place again."""
+        """Count the last returned message as read, so that its sender may reuse the slot."""
         if self._holding is not None:
             self._posted.mark_as_read(self._holding, self.rank)
             self._holding = None
@@ -136,7 +136,7 @@ class SharedBroadcastQueue(BroadcastQueue):
 
 
 class DistributedBroadcastQueue(BroadcastQueue):
-    """Messages as messages of torch.distributed, for ranks on several hosts."""
+    """Messages sent by torch.distributed, for ranks on several hosts."""
 
     def __init__(self, transport: Transport, count: int, dtype: torch.dtype, room: int) -> None:
         super().__init__(transport, count, dtype, room)
@@ -153,7 +153,7 @@ class DistributedBroadcastQueue(BroadcastQueue):
             try:
                 dist.recv(message, source, tag=_TAG)
                 last = bool(message[-1])
-            except (RuntimeError, ValueError):  # it has ended, or the process group has
+            except (RuntimeError, ValueError):  # the sender or the process group has ended
                 last = True
             with self._changed:
                 if last:
@@ -165,11 +165,11 @@ class DistributedBroadcastQueue(BroadcastQueue):
                 return
 
     def behind(self) -> set[int]:
-        """Nobody: what has arrived and was not read lies in its reader's memory."""
+        """Return no rank: unread messages are kept in their readers' own memory."""
         return set()
 
     def post(self, message: torch.Tensor) -> None:
-        """A copy goes to each; waits for the oldest if too many are under way."""
+        """Send a copy to each rank; waits for the oldest if `room` messages are not sent yet."""
         self._send(message, last=False)
 
     def _send(self, message: torch.Tensor, last: bool) -> None:
@@ -179,8 +179,8 @@ class DistributedBroadcastQueue(BroadcastQueue):
         mine[:-1] = message
         mine[-1] = last
         works = []
-        for other in self.others:  # also to those that have closed: they wait for my last message
-            with contextlib.suppress(RuntimeError):  # it is dead: the thread that receives from it tells
+        for other in self.others:  # also to those that have closed, which wait for this rank's last message
+            with contextlib.suppress(RuntimeError):  # it is dead, as the thread that receives from it notices
                 works.append(dist.isend(mine, other, tag=_TAG))
         self._sending.append((mine, [work for work in works if work is not None]))
 
@@ -191,17 +191,17 @@ class DistributedBroadcastQueue(BroadcastQueue):
                 work.wait()
 
     def next(self, source: int) -> torch.Tensor | None:
-        """The oldest message of a rank that has been received and was not read yet."""
+        """Return the oldest received and unread message of a rank; None if there is none."""
         with self._changed:
             return self._mailboxes[source].popleft() if self._mailboxes[source] else None
 
     def pause(self, others: Collection[int]) -> None:
-        """Until a message comes, or somebody is gone."""
+        """Wait until a message arrives or one of these ranks is gone, for at most 0.05 s."""
         with self._changed:
             self._changed.wait_for(lambda: any(self._mailboxes.values()) or set(others) & self.gone, timeout=0.05)
 
     def close(self) -> None:
-        """Let the others' threads end, and wait for mine: a process must not end while one of them receives."""
+        """Let the others' threads end, and wait for this rank's: a process must not end while one of them receives."""
         self._send(torch.zeros(self.count, dtype=self.dtype), last=True)
         while self._sending:
             self._finish_oldest()
@@ -209,4 +209,4 @@ class DistributedBroadcastQueue(BroadcastQueue):
             thread.join()
 
 
-_TAG = 4711  # apart from whatever else is sent between the same ranks
+_TAG = 4711  # keeps these messages apart from all others between the same ranks

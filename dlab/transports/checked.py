@@ -1,4 +1,4 @@
-"""What every transport that carries bytes sends in front of a message: how many items, of which type."""
+"""The header that every transport of bytes sends before a message: the number of items, and their type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from dlab.transports.base import describe, mismatch
 
-# in an order that never changes: both ends number the types alike
+# in a fixed order, so that both ends number the types in the same way
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -24,14 +24,14 @@ DTYPES = (
 
 
 def header(tensor: torch.Tensor) -> tuple[int, int]:
-    """The number of items and the number of their type."""
+    """Return the header of a tensor: its number of items, and the number of their type."""
     if tensor.dtype not in DTYPES:
         raise TypeError(f"tensors of {tensor.dtype} cannot be sent: convert to one of {', '.join(map(str, DTYPES))}")
     return tensor.numel(), DTYPES.index(tensor.dtype)
 
 
 def compare(found: tuple[int, int], incoming: torch.Tensor, source: int, rank: int) -> None:
-    """Raise, naming both ends, if what comes is not what the receiver has room for."""
+    """Raise an error that names both ends if a header does not fit the receiver's tensor."""
     if found != header(incoming):
         sent = describe(torch.empty(found[0], dtype=DTYPES[found[1]], device="meta"))
         raise mismatch(source, sent, rank, describe(incoming))

@@ -1,4 +1,4 @@
-"""torch.distributed's point to point as a transport: gloo between hosts, NCCL between GPUs."""
+"""torch.distributed's point-to-point messages as a transport: gloo between hosts, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its functions hold the process group that they find at import, for ever: let it be none
+import torch.distributed.nn  # imported while there is no process group: its functions would keep that one for ever
 
 from dlab.memory.waits import waiting
 from dlab.transports.base import TensorAndRank, Transport
@@ -15,10 +15,10 @@ from dlab.transports.checked import compare, header
 
 
 class TorchTransport(Transport):
-    """Messages by `dist.batch_isend_irecv` of a process group (default: all ranks).
+    """Sends messages with `dist.batch_isend_irecv` of a process group (default: all ranks).
 
-    gloo ends the whole process when a message is larger than its receiver expects, and fills half the tensor when it
-    is smaller. So a small message goes first that says what comes: twice the latency, the same bytes.
+    gloo ends the whole process when a message is larger than its receiver expects, and fills only part of the tensor
+    when it is smaller. So a small header is sent before each message: twice the latency, almost the same bytes.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -29,11 +29,11 @@ class TorchTransport(Transport):
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks of the process group."""
+        """The world's ranks of the process group."""
         return self._members
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """First the announcements, then the tensors."""
+        """Exchange the headers, compare them, and then exchange the tensors."""
         announcement = None if outgoing is None else (self._announcement(outgoing[0]), outgoing[1])
         announced = None if incoming is None else (self._announcement(incoming[0]), incoming[1])
         self._both(announcement, announced)
@@ -53,22 +53,22 @@ class TorchTransport(Transport):
         if outgoing is None and incoming is None:
             return
         try:
-            with self._waiting(outgoing, incoming):  # also while a pair that has not met before is connected
+            with self._waiting(outgoing, incoming):  # also while two ranks connect for the first time
                 for work in self._begin(outgoing, incoming):
                     work.wait()
-        except RuntimeError as problem:  # the backend names no rank, or by its address
+        except RuntimeError as problem:  # the backend names no rank, or only its address
             doing = [f"send to rank {outgoing[1]}"] if outgoing else []
             doing += [f"receive from rank {incoming[1]}"] if incoming else []
             raise ConnectionError(f"rank {self.rank} could not {' and '.join(doing)}: {problem}") from None
 
     def _waiting(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> AbstractContextManager[None]:
-        """To receive, if that is to be done, else to send; by the ranks of all."""
+        """Announce the wait to receive, if there is one, else the wait to send, in the world's ranks."""
         message, what = (incoming, "to receive from {}") if incoming else (outgoing, "to send to {}")
         assert message is not None
         return waiting(what, [self._members[message[1]]])
 
     def _begin(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> list[dist.Work]:
-        """Both at once, as NCCL wants it."""
+        """Start both at once, as NCCL requires."""
         operations = [
             dist.P2POp(operation, message[0], group=self._group, group_peer=message[1])
             for operation, message in ((dist.isend, outgoing), (dist.irecv, incoming))
@@ -78,7 +78,7 @@ class TorchTransport(Transport):
 
 
 def for_cpu(transport: Transport) -> Transport:
-    """A transport between the same ranks for tensors on the CPU, which NCCL does not carry. Every rank must call it."""
+    """Return a transport between the same ranks for CPU tensors, which NCCL does not send; every rank must call it."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return TorchTransport(dist.new_group(backend="gloo"))
     return transport

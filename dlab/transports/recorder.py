@@ -1,4 +1,4 @@
-"""A recorder: wraps any transport and tells of every message that this rank sends."""
+"""A recorder: wraps any transport and emits an event for every message that this rank sends."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from dlab.kinds import COLLECTIVE, MESSAGE, CollectiveData, MessageData, MessageDetails, Within
 from dlab.transports.base import TensorAndRank, Transport
 
-READ = 1 << 12  # numbers; of more, the smallest and the largest are not told: to look for them would take too long
+READ = 1 << 12  # numbers in a message up to which the smallest and the largest are found, which takes long for more
 
 Emit = Callable[[str, Mapping[str, Any]], object]
 
 
 class Labels:
-    """Which part of which collective the next messages belong to."""
+    """The part of a collective that the next messages belong to."""
 
     def __init__(self) -> None:
         self.phase, self.step, self.round = "", 0, 0
         self._seen = set[tuple[str, int]]()  # in this round
 
     def put(self, phase: str, step: int) -> None:
-        """Begin a step; when a label comes again, a new round has begun."""
+        """Begin a step; a label that repeats begins a new round."""
         self.phase, self.step = phase, step
         if (phase, step) in self._seen:
             self.round += 1
@@ -35,8 +35,8 @@ class Labels:
 class Recorder(Transport):
     """Emits an event of kind `message` per message sent, with the fields that `dlab.kinds.MessageData` describes.
 
-    Each message is told once, by its sender. `emit(kind, data)` is where the events go. Groups of the same transport
-    tell of theirs with a name (`within`); their rounds are counted in common.
+    Each message is recorded once, by its sender. `emit(kind, data)` gets the events. Messages within groups of the same
+    transport name their group (`within`); all groups share one count of rounds.
     """
 
     def __init__(
@@ -50,22 +50,22 @@ class Recorder(Transport):
 
     @property
     def members(self) -> Sequence[int]:
-        """Those of the transport that it records."""
+        """The members of the transport that it records."""
         return self._transport.members
 
     def within(self, members: Sequence[int], axis: str) -> Recorder:
-        """For a group of these ranks: every message that goes through it says so."""
+        """Return a recorder for a group of these ranks, whose messages name the group."""
         return Recorder(self._transport, self._emit, {"group": list(members), "axis": axis}, self._labels)
 
     def label(self, phase: str, step: int) -> None:
-        """The next messages belong to this step of this phase; when a label comes again, a new round has begun.
+        """Label the next messages with this step of this phase; a label that repeats begins a new round.
 
-        All ranks label all steps, also those in which they send nothing, so they agree on the number of the round.
+        All ranks label all steps, even those in which they send nothing, so they agree on the number of the round.
         """
         self._labels.put(phase, step)
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """Move both, and tell of what went out; of what came in its sender tells."""
+        """Send and receive, and record the outgoing message; the incoming one is recorded by its sender."""
         content = None if outgoing is None else describe_content(outgoing[0])  # as it is sent; it may change afterwards
         start = time.time()
         self._transport.move(outgoing, incoming)
@@ -74,13 +74,13 @@ class Recorder(Transport):
             self.note(self.rank, destination, tensor.numel() * tensor.element_size(), start, content)
 
     def barrier(self) -> None:
-        """Not recorded: its messages carry nothing."""
+        """Wait for all ranks; the messages of a barrier are empty and are not recorded."""
         self._transport.barrier()
 
     def note(
         self, source: int, destination: int, nbytes: int, start: float, content: MessageDetails | None = None
     ) -> None:
-        """Tell of a message that has just arrived; for those that go by other ways than this transport."""
+        """Record a message that has just been sent, on this transport or by other means."""
         message: MessageData = {
             "source": source,
             "destination": destination,
@@ -96,7 +96,7 @@ class Recorder(Transport):
         self._emit(MESSAGE, message)
 
     def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
-        """Tell of a collective that has just ended and sent no messages, for instance through shared memory."""
+        """Record a collective that has just ended and sent no messages, for instance through shared memory."""
         end = time.time()
         told: CollectiveData = {
             "name": name,
@@ -113,7 +113,7 @@ class Recorder(Transport):
 
 
 def describe_content(tensor: torch.Tensor) -> MessageDetails:
-    """Which part of its storage a tensor is, and the range of its numbers, unless it is long or on a GPU."""
+    """Describe which part of its storage a tensor is, and the range of its numbers, unless it is long or on a GPU."""
     count, of = tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size()
     content: MessageDetails = {"count": count}
     if count < of:

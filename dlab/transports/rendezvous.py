@@ -1,4 +1,4 @@
-"""How ranks that have lost each other find together again: at a place that all of them can name."""
+"""A rendezvous after a failure: the surviving ranks connect again under a name that each of them can compute."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dlab.transports.store import StoreTransport
 
 _NAP, _LONGEST = 0.01, 60.0  # seconds
 
-Rendezvous = tuple[str, list[int]]  # its name, which nobody has used before, and the ranks to meet there
+Rendezvous = tuple[str, list[int]]  # a name that was never used before, and the ranks that meet under it
 
 
 class _Elsewhere(Exception):
-    """The place has changed: those who are there already must not wait for those who will not come."""
+    """The rendezvous has changed, so ranks that have reached it must not wait for those that will not come."""
 
 
 def meet(where: Callable[[], Rendezvous | None], rank: int) -> tuple[Transport, list[int]]:
-    """A transport between the ranks that are to meet, and who they are. Each of them must call it.
+    """Connect the ranks of a rendezvous; returns their transport and their old ranks. Each of them must call it.
 
-    `where` gives the place as a rank knows it now; None if it has to wait. They meet in the process group's store.
-    When the place changes meanwhile, because one more was lost, they meet at the new one.
+    `where` returns the rendezvous as this rank knows it now; None if it has to wait. The ranks meet in the process
+    group's store. If the rendezvous changes meanwhile, because one more rank was lost, they meet at the new one.
     """
     store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _LONGEST
     while time.monotonic() < until:
@@ -52,10 +52,10 @@ def meet(where: Callable[[], Rendezvous | None], rank: int) -> tuple[Transport, 
 
 
 class Survivors:
-    """A transport between the ranks that are left: the first one while all are there, a new one after a death.
+    """A transport between the surviving ranks: the first one while all are alive, a new one after a death.
 
-    The death of any of them ends every wait on it, and all that was under way there is lost with it: nobody finds half
-    a message of it on the next transport. Where no rank knows who lives, as in a rehearsal, it is always the first one.
+    The death of any of them ends every wait on it, and its unfinished messages are lost with it, so none of them
+    reaches the next transport. If ranks do not know who is alive, as in a rehearsal, it is always the first one.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -66,14 +66,14 @@ class Survivors:
 
     @property
     def has_lost_one(self) -> bool:
-        """Has one of those died whom the transport joins now?"""
+        """Whether a rank of the current transport has died."""
         peers = self.first.peers
         return peers is not None and not set(self._members) <= set(peers.alive())
 
     def among(self, members: list[int]) -> Transport:
-        """The transport between these members (ranks of the first one). Each must call it with the same members.
+        """Return the transport between these members (ranks of the first one); each must call it with the same list.
 
-        Raises ConnectionError if one of them dies before they are connected: there has to be another transport then.
+        Raises ConnectionError if one of them dies before they are connected; then another transport is needed.
         """
         peers = self.first.peers
         if peers is None:

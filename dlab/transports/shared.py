@@ -1,7 +1,7 @@
-"""Shared memory between processes of one host: a ring of bytes for each pair of ranks and direction.
+"""Shared memory between processes of one host: a ring buffer for each pair of ranks and direction.
 
-A large message flows through its ring in pieces while the other side takes them out, so nothing is ever too large.
-Whoever has to wait looks a few times, then lets other ranks have the core, then sleeps: ranks may outnumber cores.
+A large message passes through its ring in pieces while the other side takes them out, so no message is too large. A
+rank that has to wait checks a few times, then yields the core to other ranks, then sleeps: ranks may outnumber cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<QQ")
 
 
 class SharedTransport(Transport):
-    """One rank's rings to and from all others. A message costs two copies and no system call, unless one must wait."""
+    """One rank's rings to and from all others; a message costs two copies, and system calls only during a wait."""
 
     peers: Peers
 
@@ -43,7 +43,7 @@ class SharedTransport(Transport):
         self.incoming = {other: ring(other, rank) for other in others}
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """A piece out, a piece in, until both are through."""
+        """Write a piece of one message and read a piece of the other in turn, until both are complete."""
         to_send: list[memoryview] = []
         to_fill: list[memoryview] = []
         announced = bytearray(_HEADER.size)
@@ -70,7 +70,7 @@ class SharedTransport(Transport):
                 wait()
 
     def _backoff(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> Backoff:
-        """To wait for the one that we receive from, else for the one that we send to."""
+        """Make a backoff for the rank to receive from, or else for the rank to send to."""
 
         def whom() -> tuple[list[int], str]:
             if incoming is not None:
@@ -82,9 +82,9 @@ class SharedTransport(Transport):
 
 
 def connect(transport: Transport | None = None, timeout: float = 600.0) -> Transport:
-    """Shared memory between the ranks that `transport` joins, or `transport` itself if they are not on one host.
+    """Return a shared-memory transport between the ranks of `transport`, or that itself if they are on several hosts.
 
-    Every rank must call it; without a transport, the default process group of torch.distributed joins them.
+    Every rank must call it; without a transport, it connects the default process group of torch.distributed.
     """
     transport = transport or TorchTransport()
     memory = share_memory(transport, lines(8 * transport.size) + transport.size**2 * Ring.ROOM)
@@ -92,10 +92,10 @@ def connect(transport: Transport | None = None, timeout: float = 600.0) -> Trans
 
 
 def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
-    """Memory, all zeros, that rank 0 makes and all ranks map; None on all of them if one cannot.
+    """Return memory, all zeros, that rank 0 allocates and all ranks map; None on all ranks if one of them cannot.
 
-    Every rank must call it. It has no name on disk and goes with the last process that holds it. There is none on a
-    machine that has no fence, which says so.
+    Every rank must call it. The memory has no name on disk and is freed with the last process that holds it. A machine
+    without a memory fence gets None, and prints so.
     """
     message, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1
@@ -106,7 +106,7 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
         others = range(1, transport.size)
         for other in others:
             transport.send(message, other)
-        for other in others:  # nobody keeps what somebody cannot open
+        for other in others:  # all ranks do without the memory if one cannot open it
             answer = torch.empty_like(yes)
             transport.recv(answer, other)
             yes &= answer
@@ -130,7 +130,7 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
 
 
 def _advance(parts: list[memoryview], move: Callable[[memoryview], int]) -> int:
-    """Move as much of the first part as possible; drop parts that are through."""
+    """Move as much of the first part as possible, and drop parts that are complete."""
     moved = move(parts[0])
     parts[0] = parts[0][moved:]
     while parts and not len(parts[0]):

@@ -1,4 +1,4 @@
-"""Messages through a torch.distributed Store: slow, but all that ranks have before they are connected."""
+"""Messages through a torch.distributed Store: slow, but the only way before ranks are connected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAP = 0.01  # seconds
 
 
 class StoreTransport(Transport):
-    """A key per message. `send` never waits; `recv` waits as long as the store does, or until `check` raises."""
+    """Stores a key per message. `send` never waits; `recv` waits as long as the store does, or until `check` raises."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, check: Callable[[], object] | None = None) -> None:
         self._store, self.rank, self.size, self._check = store, rank, size, check
@@ -25,7 +25,7 @@ class StoreTransport(Transport):
         self._received: Counter[int] = Counter()
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """Two headers and the bytes, as text, under a key that both ends count up."""
+        """Store the header and the bytes as text, under a key with a number that both ends count."""
         if outgoing is not None:
             tensor, destination = outgoing
             content = tensor.detach().view(-1).view(torch.uint8).tolist()

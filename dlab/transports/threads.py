@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: to try an algorithm in milliseconds, and to be told at once when it deadlocks."""
+"""Ranks as threads of one process: an algorithm runs in milliseconds, and a deadlock is reported at once."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ Wait = tuple[int, str, int]  # (1, "receive from", 2)
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other in a circle, or for one that has returned; the message is the chain."""
+    """Ranks wait for each other in a circle, or for one that has returned; the message names the chain of waits."""
 
 
 class Aborted(BaseException):
-    """Ends a rank that waits for one that has failed, or for one that waits for it."""
+    """Ends a rank that waits, directly or through others, for one that has failed."""
 
 
 @dataclass(eq=False)
 class _ThreadMessage:
-    """A message under way: it is delivered when the receiver has copied it."""
+    """A message that is delivered when the receiver has copied it."""
 
     tensor: torch.Tensor
     delivered: bool = False
 
 
 class ThreadWorld:
-    """Where the threads of one rehearsal meet: messages under way, and who waits for whom.
+    """The state that the threads of one rehearsal share: undelivered messages, and who waits for whom.
 
-    `send` waits until its message is delivered, as large messages do everywhere: an algorithm that would only work
-    because small messages are buffered deadlocks here, and the chain says why.
+    `send` waits until its message is delivered, as it does for large messages on every transport: an algorithm that
+    works only because small messages are buffered deadlocks here, and the chain of waits says why.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,23 +41,23 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.broken: BaseException | None = None
         self._messages: dict[tuple[int, int], deque[_ThreadMessage]] = {}
-        self._wants: dict[int, int] = {}  # rank: from whom it waits to receive
-        self._offers: dict[int, tuple[int, _ThreadMessage]] = {}  # rank: to whom it waits to deliver, and what
+        self._wants: dict[int, int] = {}  # by rank: the rank that it waits to receive from
+        self._offers: dict[int, tuple[int, _ThreadMessage]] = {}  # by rank: whom it waits to send to, and what
         self._returned: set[int] = set()
         self._failed: set[int] = set()
 
     def post(self, message: _ThreadMessage, source: int, destination: int) -> None:
-        """Put a message into the box between two ranks."""
+        """Put a message into the queue between two ranks."""
         self._messages.setdefault((source, destination), deque()).append(message)
         self.changed.notify_all()
 
     def take(self, source: int, destination: int) -> _ThreadMessage | None:
-        """The next message for `destination`, if there is one."""
+        """Return the next message for `destination`; None if there is none."""
         box = self._messages.get((source, destination))
         return box.popleft() if box else None
 
     def leave(self, rank: int) -> None:
-        """A rank has returned; whoever waits for it will wait for ever."""
+        """Note that a rank has returned, which is a deadlock for any rank that waits for it."""
         with self.changed:
             self._returned.add(rank)
             for other in set(self._wants) | set(self._offers):
@@ -65,9 +65,9 @@ class ThreadWorld:
             self.changed.notify_all()
 
     def fail(self, rank: int, problem: BaseException) -> None:
-        """A rank has failed: let go who waits for it. Who has only lost another one tells less than that one.
+        """Note that a rank has failed, and end the ranks that wait for it; a lost connection is not the first cause.
 
-        The others go on as far as they can: so it does not depend on who is faster which of them fail as well.
+        The others continue as far as they can, so which of them fail does not depend on timing.
         """
         with self.changed:
             self._failed.add(rank)
@@ -76,7 +76,7 @@ class ThreadWorld:
             self.changed.notify_all()
 
     def wait(self, rank: int, source: int | None, message: tuple[int, _ThreadMessage] | None) -> None:
-        """Sleep until something has changed, unless that cannot help any more. The lock is held."""
+        """Sleep until something has changed, or raise if no change can end the wait. The caller holds the lock."""
         if source is not None:
             self._wants[rank] = source
         if message is not None:
@@ -98,7 +98,7 @@ class ThreadWorld:
             self.changed.notify_all()
 
     def _dead_end(self, rank: int, path: list[Wait]) -> list[Wait] | None:
-        """Follow who waits for whom until a rank comes again or has ended; None if somebody can still go on."""
+        """Follow the waits until a rank repeats or has ended, and return the chain; None if a rank can continue."""
         if rank in self._returned or rank in self._failed:
             return path
         for position, (waiting, _, _) in enumerate(path):
@@ -110,7 +110,7 @@ class ThreadWorld:
         return None
 
     def _waits(self, rank: int) -> list[tuple[int, str]]:
-        """Whom a rank waits for in earnest: not one whose answer is there and only has not been noticed yet."""
+        """Return the ranks that a rank really waits for, without those that have answered already."""
         waits = []
         source = self._wants.get(rank)
         if source is not None and not self._messages.get((source, rank)):
@@ -122,7 +122,7 @@ class ThreadWorld:
 
 
 def _tell(path: list[Wait], returned: set[int]) -> str:
-    """The chain in words; a circle begins with its lowest rank."""
+    """Describe a chain of waits in words; a circle starts with its lowest rank."""
     last = path[-1][2]
     if last not in returned:
         first = path.index(min(path))
@@ -132,7 +132,7 @@ def _tell(path: list[Wait], returned: set[int]) -> str:
 
 
 class ThreadTransport(Transport):
-    """One rank's end of a world."""
+    """The transport of one rank of a `ThreadWorld`."""
 
     processes = False
 
@@ -140,7 +140,7 @@ class ThreadTransport(Transport):
         self._world, self.rank, self.size = world, rank, world.size
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
-        """Put a message out, and wait until it is taken and the one that we want has come."""
+        """Post the outgoing message, and wait until it is delivered and the incoming one has arrived."""
         world, message = self._world, None
         with world.changed:
             if outgoing is not None:

@@ -1,1 +1,1 @@
-"""What the parent and its workers both know: messages, the control block, errors, and when to end."""
+"""What the parent and its workers share: messages, the control block, errors, and how processes end."""

@@ -1,7 +1,7 @@
-"""The control: one shared-memory page set that the parent writes on and workers read while they run, and their events.
+"""The control block: shared memory in which workers read knobs and delays, and write waits and events, while they run.
 
-No message is sent and nobody waits: `run.set("lr", 0.05)` writes here, `dlab.knob("lr", 0.01)` reads here, and the
-reader pays one memory access when nothing has changed.
+No message is sent and no process waits: `run.set("lr", 0.05)` writes here, `dlab.knob("lr", 0.01)` reads here, and a
+read costs one memory access when nothing has changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DELAYS = 64 << 10  # room for a delay per rank: 8192 ranks
 
 
 class Knobs(NamedTuple):
-    """What was turned: values by name, and factors, which multiply that value or, where there is none, the default."""
+    """The knobs that were set: values by name, and factors, which multiply that value or, without one, the default."""
 
     values: dict[str, Any]
     factors: dict[str, float]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A knob's value now; nothing is computed where the factor is 1, and whole numbers stay whole."""
+        """Return a knob's current value; a factor of 1 leaves it as it is, and whole numbers stay whole."""
         value, factor = self.values.get(name, default), self.factors.get(name, 1)
         if factor == 1 or isinstance(value, bool) or not isinstance(value, int | float):
             return value
@@ -36,8 +36,8 @@ class Knobs(NamedTuple):
 class ControlBlock:
     """Knobs, and for each rank a delay, what it waits for, and an event ring, in one anonymous shared-memory file.
 
-    The parent writes knobs and delays, and reads the rest, which is the workers'. A delay is a number by itself: who
-    sees it need see nothing else.
+    The parent writes knobs and delays; the workers write the rest, which the parent reads. A delay needs no fence,
+    since it is a single number.
     """
 
     def __init__(self, ranks: int, file: int | None = None) -> None:
@@ -53,7 +53,7 @@ class ControlBlock:
         self._seen, self._values = -1, Knobs({}, {})
 
     def clear(self) -> None:
-        """A clean control for the next run; while no worker runs."""
+        """Reset everything for the next run; call it only while no worker runs."""
         self.write(Knobs({}, {}))
         for rank, ring in enumerate(self.rings):
             self.delays[rank] = 0.0
@@ -68,11 +68,11 @@ class ControlBlock:
         except TypeError:
             raise TypeError("a knob must be a number, a string, a boolean, None, or a list of these") from None
         if len(text) > self._knobs.room:
-            raise ValueError(f"the knobs take {len(text)} bytes together, there is room for {self._knobs.room}")
+            raise ValueError(f"the knobs take {len(text)} bytes together, but there is room for {self._knobs.room}")
         self._knobs.write(text)
 
     def read(self) -> Knobs:
-        """The knobs as they are now."""
+        """Return the current knobs."""
         if (found := self._knobs.read_newer(self._seen)) is not None:
             version, text = found
             self._seen, self._values = version, Knobs(*json.loads(text)) if text else Knobs({}, {})

@@ -1,4 +1,4 @@
-"""What a worker's failure looks like in the cell: the rank, and the worker's own traceback into the cell's code."""
+"""How a worker's failure is shown in the cell: the rank, and the worker's own traceback into the cell's code."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ _PROCESSES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DLAB = os.path.dirname(_PROCESSES) + os.sep
 LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_LATE = re.compile(r"timed out waiting|timeout waiting|wait timeout", re.IGNORECASE)  # as gloo and its stores say it
+_LATE = re.compile(r"timed out waiting|timeout waiting|wait timeout", re.IGNORECASE)  # the words of gloo and its stores
 _OURS = _PROCESSES + os.sep
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was stopped. Raised inside a worker's function, which may catch it to return what there is so far, and
-    in the notebook by `run.wait()`.
+    """The run was stopped.
+
+    It is raised in a worker's function, which may catch it to return its result so far, and by `run.wait()`.
     """
 
 
 @dataclass
 class Report:
-    """What a worker says of the exception that ended its function; plain data, so that it can always be sent."""
+    """A worker's description of the exception that ended its function, as plain data, so that it can always be sent."""
 
     time: float
     kind: str
     message: str
     chain: list[tuple[list[tuple[str, int, str]], str]] = field(default_factory=list)
     connection: bool = False
-    late: bool = False  # did it wait for another rank until its time was over?
+    late: bool = False  # whether it waited for another rank until a timeout
 
     @classmethod
     def of(cls, problem: BaseException) -> Report:
-        """Frames are sent as file and line: the parent has the source of the cells, the worker has not.
+        """Describe an exception; frames are sent as file and line, since only the parent has the source of the cells.
 
-        Only the reader's own frames, if there are any: those of dlab and torch between and below them tell nothing that
-        the error does not.
+        If there are frames of the user's own code, only these are sent: those of dlab and torch add nothing to the
+        error.
         """
         moment = time.monotonic()
         chain: list[tuple[list[tuple[str, int, str]], str]] = []
@@ -55,7 +56,7 @@ class Report:
             stack = [(at.filename, at.lineno or 0, at.name) for at in traceback.extract_tb(link.__traceback__)]
             readers = [frame for frame in stack if is_readers(frame[0])]
             if not readers and not is_refusal(link.__traceback__):
-                readers = [frame for frame in stack if not frame[0].startswith(_OURS)]  # a fault of dlab: all there is
+                readers = [frame for frame in stack if not frame[0].startswith(_OURS)]  # a bug in dlab: send everything
             chain.append((readers, _last_line(link)))
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
         return cls(
@@ -63,7 +64,7 @@ class Report:
         )
 
     def traceback(self) -> str:
-        """The worker's traceback, with the lines of the cell's code."""
+        """Return the worker's traceback, with the lines of the cell's code."""
         texts = []
         for frames, last in reversed(self.chain):
             if frames:
@@ -73,7 +74,7 @@ class Report:
 
 
 def is_refusal(trace: TracebackType | None) -> bool:
-    """Does the error come from a `raise` in dlab, with a sentence for the user, whom dlab's own frames tell nothing?"""
+    """Return whether an error comes from a `raise` in dlab, whose message explains it without dlab's own frames."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:
@@ -83,7 +84,7 @@ def is_refusal(trace: TracebackType | None) -> bool:
 
 
 def is_readers(file: str) -> bool:
-    """Is this a file, or a cell, of somebody who uses dlab? What `dataclass` writes is in no file, `<string>`."""
+    """Return whether a file or cell is the user's own code; code that `dataclass` generates is in `<string>`."""
     return not file.startswith((DLAB, *LIBRARIES, "<frozen", "<string>"))
 
 
@@ -95,8 +96,8 @@ def _last_line(problem: BaseException) -> str:
 
 
 def _is_connection(problem: BaseException) -> bool:
-    """Did this rank fail only because another one went away?"""
-    if isinstance(problem, ConnectionError):  # as dlab's own transports say it
+    """Return whether this rank failed only because it lost the connection to another one."""
+    if isinstance(problem, ConnectionError):  # raised by dlab's own transports
         return True
     text = _last_line(problem)
     return isinstance(problem, RuntimeError) and any(
@@ -105,16 +106,16 @@ def _is_connection(problem: BaseException) -> bool:
 
 
 def _is_late(problem: BaseException) -> bool:
-    """Has a wait of dlab's own, or of torch.distributed's, run out of time?"""
+    """Return whether a wait of dlab's own, or of torch.distributed's, has timed out."""
     if isinstance(problem, TimeoutError):
         return is_refusal(problem.__traceback__)
     return isinstance(problem, RuntimeError | ConnectionError) and bool(_LATE.search(_last_line(problem)))
 
 
 class WorkerError(RuntimeError):
-    """A worker failed: `.rank` is the one, `.traceback` its own traceback, `.ranks` all that failed the same way.
+    """A worker failed: `.rank` is its rank, `.traceback` its own traceback, `.ranks` all that failed the same way.
 
-    Where ranks failed because they waited too long for another, that one comes first.
+    If ranks failed because they waited too long for another, that one comes first.
     """
 
     def __init__(self, message: str, ranks: Sequence[int], traceback: str = "") -> None:
@@ -130,7 +131,7 @@ class WorkerError(RuntimeError):
         return _rebuild, (type(self), str(self), self.ranks, self.traceback)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the worker's side only; dlab's own frames would tell the learner nothing."""
+        """Show only the worker's side in IPython; dlab's own frames would not help the user."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -145,19 +146,19 @@ def _rebuild(kind: type[WorkerError], text: str, ranks: list[int], trace: str) -
 
 
 def failed(ranks: Sequence[int], report: Report, workers: int, missing: Mapping[int, str] | None = None) -> WorkerError:
-    """The error for a function that raised; `missing` says where those were, by rank, that it waited for in vain."""
+    """Make the error for a function that raised; `missing` says, by rank, where the ranks were that it waited for."""
     lines, missing = [f"{name_ranks(ranks, workers)} failed: {report.message}"], missing or {}
-    lines += [f"{name_ranks([rank], workers)} did not come: {where}" for rank, where in missing.items()]
+    lines += [f"{name_ranks([rank], workers)} did not arrive: {where}" for rank, where in missing.items()]
     return WorkerError("\n".join(lines), [*missing, *ranks], report.traceback())
 
 
 def died(rank: int, exitcode: int | None, where: str, workers: int) -> WorkerError:
-    """The error for a process that ended without a word."""
+    """Make the error for a process that ended without a report."""
     return WorkerError(f"{name_ranks([rank], workers)} {end_of(exitcode)} {where}", [rank])
 
 
 def lost_server(ranks: Sequence[int], name: str, workers: int) -> WorkerError:
-    """The error for workers that have died because the fork server has."""
+    """Make the error for workers that died because the fork server did."""
     return WorkerError(
         f"the process that starts workers died, and {name_ranks(ranks, workers)} with it, while they ran {name}; "
         "new ones take their place",
@@ -166,7 +167,7 @@ def lost_server(ranks: Sequence[int], name: str, workers: int) -> WorkerError:
 
 
 def end_of(exitcode: int | None) -> str:
-    """How a process ended: `was killed by signal 9 (SIGKILL)`, `exited with code 3`."""
+    """Describe how a process ended: `was killed by signal 9 (SIGKILL)`, `exited with code 3`."""
     if exitcode == SERVER_DIED:
         return "died with the process that starts workers"
     if exitcode is None or exitcode >= 0:

@@ -1,5 +1,7 @@
-"""Nothing outlives its parent: the kernel's signal on the parent's death, and a watchdog thread besides; nor does a
-directory. And how to signal a worker while it lives."""
+"""End workers with their parent, by the system's signal on its death and by a watchdog thread, and signal them before.
+
+Directories are removed with the processes that use them.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_on_parent_death(number: int) -> None:
-    """Ask the system to send us this signal as soon as the thread that started us is gone."""
+    """Ask the system to send this process a signal as soon as the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the thread that runs the function, if the process is still there.
+    """Send a signal to the thread that runs the function, if the process is still alive.
 
-    One to the process may go to any of its threads, and does when it has just been woken from a pause: then the
-    function would sleep on.
+    A signal to the process may reach any of its threads, and does so just after a pause: then the function would not
+    be interrupted.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc has it since 2.30
@@ -36,7 +38,7 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state of its main thread, as the system calls it: R runs, S sleeps, D waits for a device, T is stopped."""
+    """Return the main thread's state as in /proc: R runs, S sleeps, D waits for a device, T is stopped."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -45,7 +47,7 @@ def state_of(pid: int) -> str:
 
 
 def wake(pid: int) -> bool:
-    """Let a process that a signal has stopped go on; False if it was not stopped."""
+    """Let a process that was stopped by a signal continue; False if it was not stopped."""
     stopped = state_of(pid) == "T"
     if stopped:
         signal_main_thread(pid, signal.SIGCONT)
@@ -53,15 +55,15 @@ def wake(pid: int) -> bool:
 
 
 def die_with_parent() -> None:
-    """For a worker: go at once when the fork server dies or when the notebook's kernel does.
+    """For a worker: end at once when the fork server or the notebook's kernel dies.
 
-    The signal works even if we are stopped or stuck in C; the thread notices the kernel's death when the fork
-    server, which stands between, does not.
+    The signal works even if the worker is stopped or stuck in C; the thread notices the kernel's death when the fork
+    server between them does not.
     """
     server = os.getppid()
     signal_on_parent_death(signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if server == 1 or parent is None:  # it died before we asked
+    if server == 1 or parent is None:  # it died before the call
         os._exit(1)
 
     def watch() -> None:
@@ -72,10 +74,10 @@ def die_with_parent() -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory in which processes that still live may create files.
+    """Remove a directory in which processes that are still alive may create files.
 
     It is renamed first, so that they no longer find it: torch's store opens its file every few milliseconds while it
     waits, and creates it if it is gone, which would keep the directory from being removed.
     """
-    with contextlib.suppress(OSError):  # somebody else removes it
+    with contextlib.suppress(OSError):  # another process is removing it
         shutil.rmtree(path.rename(path.with_name(f"{path.name}-removed")), ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Objects between the parent and a worker: small ones through a socket, large tensors through shared memory.
+"""Send objects between the parent and a worker: small ones through a socket, large tensors through shared memory.
 
-A message is pickled once, with cloudpickle, so that functions and classes written in a notebook cell travel too.
+A message is pickled once, with cloudpickle, so that functions and classes written in a notebook cell can be sent too.
 The memory of large tensors and arrays is left out of the pickle and copied once into an anonymous shared-memory file,
-whose handle goes through the socket. The receiver maps it: no second copy, and nothing on disk to be left behind.
+whose handle goes through the socket. The receiver maps it, without a second copy; nothing is left on disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _new_type_of(storage: torch.UntypedStorage, *rest: Any) -> torch.Tensor:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle that hands a tensor's memory over as it lies, instead of writing it into the pickle.
+    """cloudpickle that passes a tensor's memory on without a copy, instead of writing it into the pickle.
 
     Storages are pickled rather than tensors, so that two views of one buffer arrive as two views of one buffer.
     """
@@ -63,12 +63,13 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _send_by_value_what_is_only_here(obj: type | FunctionType | ModuleType) -> None:
-    """Tell cloudpickle to send what a module holds, and not only its name, if a worker that imports the name would find
-    nothing, or something else: a module loaded from a file off the import path, one made by hand, or the main script of
-    a process that multiprocessing has spawned.
+    """Let cloudpickle send the content of a module, and not only its name, if a worker could not import it.
+
+    Such a module was loaded from a file off the import path, was made by hand, or is the main script of a process that
+    multiprocessing has spawned.
     """
     name = str(obj.__name__ if isinstance(obj, ModuleType) else obj.__module__)
-    top = name.partition(".")[0]  # if this can be found, so can what is in it
+    top = name.partition(".")[0]  # if this can be found, so can its submodules
     module = sys.modules.get(top) or sys.modules.get(name)
     if not isinstance(module, ModuleType) or module.__name__ == "__main__" or module.__name__ not in sys.modules:
         return
@@ -78,7 +79,7 @@ def _send_by_value_what_is_only_here(obj: type | FunctionType | ModuleType) -> N
 
 def _can_be_found(name: str, file: str | None) -> bool:
     if file is not None and not is_readers(file):
-        return True  # a library's: no need to look
+        return True  # a library can always be found
     specs = (finder.find_spec(name, None) for finder in sys.meta_path)
     found = next((spec for spec in specs if spec is not None), None)
     if found is None or found.origin is None or file is None:
@@ -131,16 +132,16 @@ class Message:
 
 
 class Received:
-    """A message that has arrived; `load()` unpickles it, so that an error in that belongs to the one who asks."""
+    """A message that has arrived; `load()` unpickles it, so that an error in that is raised to its caller."""
 
     def __init__(self, tag: int, number: int, body: bytes, file: int | None, size: int) -> None:
         self.tag, self.number = tag, number
         self._body, self._file, self._size = body, file, size
 
     def load(self, private: bool) -> Any:
-        """The object that was sent. Large tensors in it are views of the mapped region, and may be written to.
+        """Return the object that was sent; large tensors in it are views of the mapped region, and may be written to.
 
-        `private`: other receivers of the same message must not see what we write; pages are copied when written.
+        With `private`, pages are copied when written, so that other receivers of the message do not see the changes.
         """
         if self._file is None:
             return pickle.loads(self._body)
@@ -157,14 +158,14 @@ class Received:
         return pickle.loads(body, buffers=buffers)
 
     def close(self) -> None:
-        """Let go of the shared region without reading it."""
+        """Release the shared region without reading it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def receive(channel: socket.socket) -> Received | None:
-    """The next message, or None when the other end is gone."""
+    """Return the next message, or None when the other end is closed."""
     try:
         packet, files, _, _ = socket.recv_fds(channel, _HEADER.size + INLINE, 1)
     except ConnectionResetError:
@@ -176,7 +177,7 @@ def receive(channel: socket.socket) -> Received | None:
 
 
 def _write(file: int, part: Any, offset: int) -> None:
-    """Writing is twice as fast as copying into a fresh mapping, which faults on every page."""
+    """Write a part to a file, which is twice as fast as copying into a fresh mapping with a fault on every page."""
     view = memoryview(part)
     while view:
         written = os.pwrite(file, view, offset)
@@ -184,7 +185,7 @@ def _write(file: int, part: Any, offset: int) -> None:
 
 
 def _layout(lengths: list[int], start: int) -> tuple[list[int], int]:
-    """Where parts of these lengths begin when each is aligned, and where the last ends."""
+    """Return where parts of these lengths begin when each is aligned, and where the last one ends."""
     offsets, position = [], start
     for length in lengths:
         position = -(-position // ALIGNMENT) * ALIGNMENT

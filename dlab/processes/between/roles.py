@@ -1,6 +1,6 @@
-"""What a process of a cluster can be besides a worker: packages register such roles; `processes` knows none by name.
+"""Roles of processes of a cluster besides workers; packages register them, and `processes` knows none by name.
 
-A role travels with the seat of each process, by reference: to unpickle it there is to import the package that has it.
+A role is pickled by reference with the seat of each process: unpickling it there imports the package that defines it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ class SharedFile(Protocol):
     file: int
 
     def clear(self) -> None:
-        """All zeros again; while no function runs."""
+        """Set all bytes to zero; call it only while no function runs."""
 
     def map(self) -> memoryview:
-        """As this process sees it."""
+        """Map the memory into this process."""
 
     def end(self) -> None:
-        """Let the processes of this role return: there is no worker left."""
+        """Let the processes of this role return, since no worker is left."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """`share(workers, others, file)` makes the memory of the role, or maps that of a file; `play(function, args,
-    kwargs)` is what its processes do while workers call the function. `module` is the file in which they look for
-    something to do, in its function `serve`, and do it, in `_answer`.
+    """What the processes of a role do.
+
+    `share(workers, others, file)` allocates the memory of the role, or maps that of a file. `play(function, args,
+    kwargs)` runs in its processes while workers call the function. `module` is the file in which they wait for
+    requests, in a function `serve`, and answer them, in `_answer`.
     """
 
     share: Callable[[int, int, int | None], SharedFile]
@@ -42,24 +44,24 @@ _offers: dict[str, Callable[[], object]] = {}
 
 
 def register(name: str, role: Role) -> None:
-    """For the package that has a role, when it is imported."""
+    """Register a role; the package that defines it calls this when it is imported."""
     _roles[name] = role
 
 
 def offer(name: str, load: Callable[[], object]) -> None:
-    """For `dlab` itself, which joins everything: `load` imports the package that has this role, when it is needed."""
+    """Register a function that imports the package that defines a role, when it is needed; called by `dlab` itself."""
     _offers[name] = load
 
 
 def find(name: str) -> Role:
-    """The role of this name."""
+    """Return the role of this name, after importing its package if necessary."""
     if name not in _roles and name in _offers:
         _offers[name]()
     if name not in _roles:
-        raise LookupError(f"nobody has registered the role {name!r}: import the package that has it first")
+        raise LookupError(f"there is no role {name!r}: import the package that defines it first")
     return _roles[name]
 
 
 def modules() -> set[str]:
-    """The files in which the processes of all roles look for something to do."""
+    """Return the files in which the processes of all roles wait for requests."""
     return {role.module for role in _roles.values()}
