@@ -185,7 +185,7 @@ def test_a_folder_belongs_to_one_training(cluster, saved, tmp_path):
     with pytest.raises(dlab.WorkerError, match="another training"):  # by another way than dlab.train
         cluster.run(plan_made_before(tmp_path))
     assert names(tmp_path) == names(saved)
-    dlab.train(network, data(), **given | {"every": 1}, resume=tmp_path, epochs=2).wait(60)  # the same one goes on
+    dlab.train(network, data(), **given | {"every": 1, "seed": 1234}, resume=tmp_path, epochs=2).wait(60)  # the same one goes on
     assert names(tmp_path) == ["step-00000009", "step-00000010"]
 
     mine = [tmp_path / "notes.txt", tmp_path / "step-by-step" / "x", tmp_path / "step-00000001" / "x"]
@@ -314,7 +314,27 @@ def test_bad_input_gets_a_sentence(given, words):
         dlab.train(network, data(), **given)
 
 
-def test_another_strategy_cannot_go_on(cluster, tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"strategy": dlab.DDP()}, "was saved with strategy=SyncSGD: resume it with that, not with DDP"),
+        ({"optimizer": torch.optim.Adam}, "was saved with optimizer=SGD: resume it with that, not with Adam"),
+        ({"batch_size": 2 * BATCH}, f"was saved with batch_size={BATCH}: resume it with that, not with {2 * BATCH}"),
+        ({"order": "global"}, "was saved with order=shards: resume it with that, not with global"),
+        ({"seed": 5}, "was saved with seed=1234: resume it with that, not with 5"),
+        ({"model": dlab.MLP}, "holds the weights of another model: resume it with the model that was saved"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_training_cannot_go_on(cluster, tmp_path, changed, sentence):
+    same = {"model": network, "data": data(), "on": cluster, "batch_size": BATCH}
+    dlab.train(**same, checkpoint=tmp_path).wait(60)
+    with pytest.raises(dlab.WorkerError, match=sentence):
+        dlab.train(**same | changed, resume=tmp_path, epochs=2).wait(60)
+
+
+def test_with_other_data_it_cannot_go_on(cluster, tmp_path):
     dlab.train(network, data(), on=cluster, batch_size=BATCH, checkpoint=tmp_path).wait(60)
-    with pytest.raises(dlab.WorkerError, match="was saved by SyncSGD: resume it with that, not with DDP"):
-        dlab.train(network, data(), dlab.DDP(), on=cluster, batch_size=BATCH, resume=tmp_path).wait(60)
+    fewer = dlab.Partition(data(), range(len(data()) - 1))
+    with pytest.raises(dlab.WorkerError, match=f"was saved with samples={len(data())}: resume it with that"):
+        dlab.train(network, fewer, on=cluster, batch_size=BATCH, resume=tmp_path, epochs=2).wait(60)

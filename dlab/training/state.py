@@ -47,7 +47,7 @@ def save_together(trainer: Trainer) -> None:
     common = {
         "model": strategy.whole_state(),
         "optimizer": None if "optimizer" in state else trainer.optimizer.state_dict(),
-        "strategy": type(strategy).__name__,
+        "settings": settings(trainer),
         "place": [trainer.epoch, trainer.step, trainer.steps],
         "history": [list(change) for change in trainer.sampler.history],
         "ranks": trainer.first_ranks,
@@ -59,13 +59,33 @@ def save_together(trainer: Trainer) -> None:
     trainer.saved = trainer.steps
 
 
+def settings(trainer: Trainer) -> dict[str, int | str]:
+    """What a resumed training must have in common with the one that saved: else samples would be repeated or lost."""
+    plan = trainer.plan
+    return {
+        "strategy": type(trainer.strategy).__name__,
+        "optimizer": type(trainer.optimizer).__name__,
+        "batch_size": plan.batch_size,
+        "order": plan.order,
+        "seed": plan.seed,
+        "samples": len(trainer.data),
+    }
+
+
 def resume(trainer: Trainer, saved: Checkpoint) -> None:
     """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is divided anew."""
     plan, strategy, group = trainer.plan, trainer.strategy, trainer.data_group
-    common, here = saved.common(), type(strategy).__name__
-    if common["strategy"] != here:
-        raise ValueError(f"{saved.folder} was saved by {common['strategy']}: resume it with that, not with {here}")
-    strategy.load_whole_state(common["model"])
+    common = saved.common()
+    for name, here in settings(trainer).items():
+        if (there := common["settings"][name]) != here:
+            raise ValueError(f"{saved.folder} was saved with {name}={there}: resume it with that, not with {here}")
+    try:
+        strategy.load_whole_state(common["model"])
+    except RuntimeError as problem:
+        reason = str(problem).splitlines()[-1].strip()
+        raise ValueError(
+            f"{saved.folder} holds the weights of another model: resume it with the model that was saved ({reason})"
+        ) from None
     trainer.epoch, trainer.step, trainer.steps = common["place"]
     if trainer.transport.rank == 0:
         trainer.losses, trainer.counts = common["losses"], common["counts"]
