@@ -185,7 +185,8 @@ def test_a_folder_belongs_to_one_training(cluster, saved, tmp_path):
     with pytest.raises(dlab.WorkerError, match="another training"):  # by another way than dlab.train
         cluster.run(plan_made_before(tmp_path))
     assert names(tmp_path) == names(saved)
-    dlab.train(network, data(), **given | {"every": 1, "seed": 1234}, resume=tmp_path, epochs=2).wait(60)  # the same one goes on
+    same = given | {"every": 1, "seed": 1234}
+    dlab.train(network, data(), **same, resume=tmp_path, epochs=2).wait(60)  # the same one goes on
     assert names(tmp_path) == ["step-00000009", "step-00000010"]
 
     mine = [tmp_path / "notes.txt", tmp_path / "step-by-step" / "x", tmp_path / "step-00000001" / "x"]

@@ -157,7 +157,7 @@ def test_every_view_has_a_still_whatever_the_events_are(view, told):
 def test_a_loss_that_is_not_a_number_is_told_with_its_rank_and_step():
     told = [*logged(0, step=range(20), loss=[1.0] * 20), *logged(2, step=range(20), loss=[2.0] * 12 + [NAN] * 8)]
     view = LossCurves(told)
-    said = "✕ the loss of rank 2 is not a number since step 12: is the learning rate too large?"
+    said = "✕ the loss of rank 2 has been not a number since step 12: is the learning rate too large?"
     data, bundle, page, text, alt = show(view)
     assert text.splitlines()[-1] == said and said in alt and said in bundle["text/plain"]
     assert data[0]["data"]["note"] == said and json.dumps(said)[1:-1] in page.replace("\\\\", "\\")
@@ -171,7 +171,7 @@ def test_a_loss_that_is_not_a_number_is_told_with_its_rank_and_step():
 @pytest.mark.parametrize("loss", [INF, 10**400, float("1e400"), 1e39])
 def test_a_loss_beyond_what_a_weight_can_hold_is_infinite(loss):
     view = LossCurves(logged(step=range(3), loss=[1.0, 2.0, loss]))
-    assert "the loss of rank 0 is infinite since step 2" in str(view)
+    assert "the loss of rank 0 has been infinite since step 2" in str(view)
     assert "minus infinity since step 1" in str(LossCurves(logged(step=range(2), loss=[1.0, -loss])))
     show(view)
 
@@ -180,13 +180,13 @@ def test_many_losses_that_break_are_told_in_few_words():
     told = [event for rank in range(6) for event in logged(rank, step=range(9), loss=[1.0] * (rank + 2) + [NAN] * 7)]
     note = LossCurves(told).note()
     assert note == (
-        "✕ the loss of rank 0 is not a number since step 2, the loss of rank 1 is not a number since step 3, "
+        "✕ the loss of rank 0 has been not a number since step 2, the loss of rank 1 has been not a number since step 3, "
         "and 4 more: is the learning rate too large?"
     )
     together = [event for rank in range(6) for event in logged(rank, step=[0, 1], loss=[1.0, NAN])]
-    assert LossCurves(together).note().startswith("✕ the loss of all 6 is not a number since step 1:")
+    assert LossCurves(together).note().startswith("✕ the loss of all 6 has been not a number since step 1:")
     runs = {"sync": logged(step=[0, 1], loss=[1.0, 0.9]), "async": logged(step=[0, 1], loss=[1.0, INF])}
-    assert LossCurves(runs).note() == "✕ the loss of async is infinite since step 1: is the learning rate too large?"
+    assert LossCurves(runs).note() == "✕ the loss of async has been infinite since step 1: is the learning rate too large?"
 
 
 def test_events_that_cannot_be_drawn_are_counted_with_their_reason():

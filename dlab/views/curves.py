@@ -155,7 +155,7 @@ class LossCurves(View):
             highest = max(float(losses.max()) for c in curves if len(losses := c[np.isfinite(c[:, 1]), 1]))
             words.append(f"▲ up to {highest:.2g}")
         broken = [
-            f"the loss of {_some(names, len(self._groups()))} is {what} since step {_number(step)}"
+            f"the loss of {_some(names, len(self._groups()))} has been {what} since step {_number(step)}"
             for (what, step), names in self.broken().items()
         ]
         if len(broken) > _TOLD:
