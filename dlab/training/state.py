@@ -60,7 +60,7 @@ def save_together(trainer: Trainer) -> None:
 
 
 def resume(trainer: Trainer, saved: Checkpoint) -> None:
-    """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is divided anew."""
+    """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is redistributed."""
     plan, strategy, group = trainer.plan, trainer.strategy, trainer.data_group
     common, here = saved.common(), type(strategy).__name__
     if common["strategy"] != here:
