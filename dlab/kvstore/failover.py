@@ -32,7 +32,7 @@ def has_lost_a_server() -> bool:
 
 
 def numbers_of(transport: Transport, device: torch.device) -> list[int]:
-    """Return the servers' number of the worker at each rank of a transport, which differ after a worker has died."""
+    """Return, by rank of a transport, the numbers that servers give to workers; they differ after a worker has died."""
     return [int(each) for each in all_gather(torch.tensor([channels_of(transport).rank], device=device), transport)]
 
 

@@ -51,7 +51,7 @@ class GradientSlot:
 
     @staticmethod
     def _room(count: int, dtype: torch.dtype, rows: int) -> int:
-        """Return the bytes of a gradient as it is, with the spans that it leaves out, or as rows with their numbers."""
+        """Return the bytes of a gradient with the spans it leaves out, at most every second weight, or of rows."""
         return count * dtype.itemsize + 8 * rows + 16
 
     @property

@@ -211,7 +211,7 @@ class AsyncSGD(Strategy):
         return {"parameters": parameters, "optimizer": optimizer, "updates": self._updates, "turn": self._turn}
 
     def restore(self, states: list[dict[str, Any]]) -> None:
-        """Restore model and optimizer; if there were m ranks before, not n, rank r gets those of r modulo m."""
+        """Restore the model and optimizer; if there were m ranks before, rank r gets those of rank r modulo m."""
         state = states[self._rank % len(states)]
         sizes = [each.numel() for each in self._parameters]
         with torch.no_grad():

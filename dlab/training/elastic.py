@@ -42,7 +42,7 @@ def find_recovery(trainer: Trainer) -> Callable[[], None] | None:
 
 
 def continue_without_dead_ranks(trainer: Trainer) -> None:
-    """Continue from the last step that any rank has finished; the rest of the epoch is divided anew."""
+    """Continue from the last step that any rank has finished; the rest of the epoch is redistributed."""
     assert trainer.family is not None
     transport, alive = reconnect_survivors(*trainer.family)
     mine = {

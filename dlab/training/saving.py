@@ -77,7 +77,7 @@ class Folder:
                 mine.take()
 
     def claim(self, resume: str | Path | None, overwrite: bool) -> None:
-        """Take the folder for this training (rank 0, before the first step), and remove another's checkpoints."""
+        """For rank 0, before the first step: lock the folder; with `overwrite`, remove the checkpoints in it."""
         self.take()
         self.check(resume, overwrite)
         self.clear_leftovers()

@@ -73,7 +73,7 @@ def settings(trainer: Trainer) -> dict[str, int | str]:
 
 
 def resume(trainer: Trainer, saved: Checkpoint) -> None:
-    """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is divided anew."""
+    """Continue from a checkpoint; with a different number of ranks, the rest of the epoch is redistributed."""
     plan, strategy, group = trainer.plan, trainer.strategy, trainer.data_group
     common = saved.common()
     for name, here in settings(trainer).items():

@@ -1,6 +1,6 @@
-"""End workers with their parent, by the system's signal on its death and by a watchdog thread, and signal them before.
+"""End workers when their parent dies, by a signal of the system and by a watchdog thread; and signal live workers.
 
-Directories are removed with the processes that use them.
+A directory can be removed while processes that use it are still alive.
 """
 
 from __future__ import annotations
