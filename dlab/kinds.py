@@ -138,11 +138,11 @@ class RankWaits(TypedDict):
 class HangDetails(TypedDict, total=False):
     """What is told of a hang for people only."""
 
-    seconds: Annotated[Seconds, "How long no rank has got on."]
+    seconds: Annotated[Seconds, "How long no rank has made progress."]
 
 
 class HangData(HangDetails):
-    """No rank gets on; or, with an empty list, they do again."""
+    """No rank makes progress; with an empty list, the ranks make progress again."""
 
     why: Annotated[Sentence, "Why it will not end by itself."]
     ranks: Annotated[Annotated[list[RankWaits], "list of waiting ranks"], "Which rank waits for what, in words."]

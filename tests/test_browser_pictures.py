@@ -199,7 +199,7 @@ def test_where_a_loss_breaks_there_is_a_cross_and_a_sentence(show, dark):
     page = show(broken, LossCurves, width=380, dark=dark)
     found = texts(page)
     said = " ".join(text["text"] for text in found)
-    assert "the loss of rank 0 and rank 1 has been not a number since step 12: is the learning rate too large?" in said
+    assert "the loss of rank 0 and rank 1 has not been a number since step 12: is the learning rate too large?" in said
     (cross, _) = [text for text in found if text["text"] == "✕"]
     middle = (cross["left"] + cross["right"]) / 2
     ends = [text for text in found if text["text"] in ("10", "15")]
@@ -223,7 +223,7 @@ def work():
 
 
 def test_a_run_whose_loss_breaks_keeps_its_panel_and_has_a_still(notebook):
-    said = "the loss of rank 1 has been not a number since step 12"
+    said = "the loss of rank 1 has not been a number since step 12"
     notebook.run_cell(BREAK - 1)
     notebook.run_cell(BREAK)
     panel = notebook.output(BREAK)

@@ -80,7 +80,7 @@ def test_an_explosion_leaves_the_rest_readable_and_is_marked():
     assert 2.3 < axes.get_ylim()[1] < 10
     assert view.note() == (
         "▲ up to 2.6e+08; ✕ the loss of rank 0 and rank 2 has been infinite since step 58, "
-        "the loss of rank 1 and rank 3 has been not a number since step 58: is the learning rate too large?"
+        "the loss of rank 1 and rank 3 has not been a number since step 58: is the learning rate too large?"
     )
     assert view.note() in str(view) and view.note() in view.alt
     assert axes.get_title(loc="right").replace("\n", " ") == view.note()
@@ -96,7 +96,7 @@ def test_an_explosion_leaves_the_rest_readable_and_is_marked():
 
 @pytest.mark.parametrize(
     ("broken", "words"),
-    [(float("nan"), "not a number"), (float("inf"), "infinite"), (-float("inf"), "minus infinity")],
+    [(float("nan"), "not been a number"), (float("inf"), "been infinite"), (-float("inf"), "been minus infinity")],
 )
 def test_where_a_loss_is_no_longer_finite_is_marked(broken, words):
     losses = [2.0, 1.5, broken, broken]
@@ -105,7 +105,7 @@ def test_where_a_loss_is_no_longer_finite_is_marked(broken, words):
     )
     (cross,) = [line for line in view.figure().axes[0].lines if line.get_marker() == "X"]
     assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (2, 1.5)  # when, and as high as the last finite one
-    said = f"✕ the loss of rank 0 has been {words} since step 2: is the learning rate too large?"
+    said = f"✕ the loss of rank 0 has {words} since step 2: is the learning rate too large?"
     assert said in str(view) and said in view.alt and "✕✕" in str(view)
     only = LossCurves([dlab.Event(0.0, 0, "log", {"step": 0, "loss": broken})])
     assert "✕" in str(only) and only.figure() and only.data()

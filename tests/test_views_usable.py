@@ -157,7 +157,7 @@ def test_every_view_has_a_still_whatever_the_events_are(view, told):
 def test_a_loss_that_is_not_a_number_is_told_with_its_rank_and_step():
     told = [*logged(0, step=range(20), loss=[1.0] * 20), *logged(2, step=range(20), loss=[2.0] * 12 + [NAN] * 8)]
     view = LossCurves(told)
-    said = "✕ the loss of rank 2 has been not a number since step 12: is the learning rate too large?"
+    said = "✕ the loss of rank 2 has not been a number since step 12: is the learning rate too large?"
     data, bundle, page, text, alt = show(view)
     assert text.splitlines()[-1] == said and said in alt and said in bundle["text/plain"]
     assert data[0]["data"]["note"] == said and json.dumps(said)[1:-1] in page.replace("\\\\", "\\")
@@ -180,13 +180,14 @@ def test_many_losses_that_break_are_told_in_few_words():
     told = [event for rank in range(6) for event in logged(rank, step=range(9), loss=[1.0] * (rank + 2) + [NAN] * 7)]
     note = LossCurves(told).note()
     assert note == (
-        "✕ the loss of rank 0 has been not a number since step 2, the loss of rank 1 has been not a number since step 3, "
-        "and 4 more: is the learning rate too large?"
+        "✕ the loss of rank 0 has not been a number since step 2, "
+        "the loss of rank 1 has not been a number since step 3, and 4 more: is the learning rate too large?"
     )
     together = [event for rank in range(6) for event in logged(rank, step=[0, 1], loss=[1.0, NAN])]
-    assert LossCurves(together).note().startswith("✕ the loss of all 6 has been not a number since step 1:")
+    assert LossCurves(together).note().startswith("✕ the loss of all 6 has not been a number since step 1:")
     runs = {"sync": logged(step=[0, 1], loss=[1.0, 0.9]), "async": logged(step=[0, 1], loss=[1.0, INF])}
-    assert LossCurves(runs).note() == "✕ the loss of async has been infinite since step 1: is the learning rate too large?"
+    said = "✕ the loss of async has been infinite since step 1: is the learning rate too large?"
+    assert LossCurves(runs).note() == said
 
 
 def test_events_that_cannot_be_drawn_are_counted_with_their_reason():

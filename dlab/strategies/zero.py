@@ -34,9 +34,9 @@ class ZeRO(AllReduceSGD):
 
     def __init__(self, stage: int = 1, bucket_mb: float = 1.0, overlap: bool = True) -> None:
         super().__init__(bucket_mb, overlap)
-        if stage in (2, 3):
+        if type(stage) is int and stage in (2, 3):
             raise ValueError(f"stage {stage} of ZeRO is not implemented yet: use stage=1, which shards optimizer state")
-        if stage != 1:
+        if type(stage) is not int or stage != 1:
             raise ValueError(f"ZeRO has no stage {stage!r}: use stage=1, which shards optimizer state")
         self.stage = stage
 

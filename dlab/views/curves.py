@@ -137,13 +137,13 @@ class LossCurves(View):
         return [(f"rank {rank}", [curve]) for rank, curve in sorted(self.losses.items())]
 
     def broken(self) -> dict[tuple[str, float], list[str]]:
-        """Return whose losses are not finite, by what they are (`not a number`, `infinite`) and since which step."""
+        """Return whose losses are not finite, by what they have (`not been a number`, `been infinite`) and since when."""
         found: dict[tuple[str, float], list[str]] = {}
         for name, curves in self._groups():
             firsts = [curve[~np.isfinite(curve[:, 1])][0] for curve in curves if not np.isfinite(curve[:, 1]).all()]
             if firsts:
                 step, loss, _ = min(firsts, key=lambda point: point[2])
-                what = "not a number" if np.isnan(loss) else "infinite" if loss > 0 else "minus infinity"
+                what = "not been a number" if np.isnan(loss) else "been infinite" if loss > 0 else "been minus infinity"
                 found.setdefault((what, float(step)), []).append(name)
         return found
 
@@ -155,7 +155,7 @@ class LossCurves(View):
             highest = max(float(losses.max()) for c in curves if len(losses := c[np.isfinite(c[:, 1]), 1]))
             words.append(f"▲ up to {highest:.2g}")
         broken = [
-            f"the loss of {_some(names, len(self._groups()))} has been {what} since step {_number(step)}"
+            f"the loss of {_some(names, len(self._groups()))} has {what} since step {_number(step)}"
             for (what, step), names in self.broken().items()
         ]
         if len(broken) > _TOLD:
