@@ -137,7 +137,7 @@ class LossCurves(View):
         return [(f"rank {rank}", [curve]) for rank, curve in sorted(self.losses.items())]
 
     def broken(self) -> dict[tuple[str, float], list[str]]:
-        """Return whose losses are not finite, by what they have (`not been a number`, `been infinite`) and since when."""
+        """Return whose losses are not finite, by what they have (`not been a number`, `been infinite`) since when."""
         found: dict[tuple[str, float], list[str]] = {}
         for name, curves in self._groups():
             firsts = [curve[~np.isfinite(curve[:, 1])][0] for curve in curves if not np.isfinite(curve[:, 1]).all()]
