@@ -59,6 +59,19 @@ def _same_bits():
     return all(torch.equal(each, tensor) for each in everyone)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
+def test_a_sum_beyond_the_range_of_floats_is_infinite_without_a_warning(cluster, capfd, shared):
+    def work():
+        tensor = dlab.shared_empty(1000) if shared else torch.empty(1000)
+        tensor.fill_(3e38)
+        tensor[0] = float("inf") if dlab.rank() else -float("inf")
+        dlab.allreduce(tensor)
+        return tensor[:2].tolist()
+
+    assert [str(each) for each in cluster.run(work)] == ["[nan, inf]"] * WORKERS
+    assert "Warning" not in "".join(capfd.readouterr())
+
+
 def test_all_ranks_hold_the_same_bits(cluster):
     assert cluster.run(_same_bits, timeout=60) == [True] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ _UFUNCS: dict[str, np.ufunc] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }
+# A sum beyond the range of floats is infinite, and torch says nothing of it; numpy would warn with a line of dlab.
+warnings.filterwarnings("ignore", "(overflow|invalid value) encountered", RuntimeWarning, r"dlab\.collectives\.")
 _PLAIN = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 
 
