@@ -11,7 +11,7 @@ import marshal
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from sys import intern
@@ -103,15 +103,27 @@ def save_events(events: Iterable[Event], path: str | Path) -> None:
 
     Numbers that are not finite are written as Python does (NaN, Infinity), and `load_events` reads them back.
     """
+    write_whole((json.dumps(event._asdict()) + "\n" for event in events), path)
+
+
+def write_whole(texts: Iterable[str], path: str | Path) -> None:
+    """Write texts to a file, which appears complete or not at all."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the path of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written, as {path.parent} is not a folder: make it, or give another")
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for event in events:
-                file.write(json.dumps(event._asdict()) + "\n")
+            file.writelines(texts)
         partial.replace(path)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise type(problem)(f"{path} cannot be written ({reason}): make room, or give another path") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it has been renamed, or could not be made
+            partial.unlink()
 
 
 def load_events(path: str | Path) -> list[Event]:
@@ -159,6 +171,7 @@ def _event(record: Any) -> Event:
 
 def _read_line(path: str | Path, number: int, line: bytes) -> Event:
     """Read the event of one line, or raise an error that says where it is and what is wrong with it."""
+    is_cut = not line.endswith(b"\n")
     try:
         return _event(json.loads(line.decode()))
     except RecursionError:
@@ -167,10 +180,23 @@ def _read_line(path: str | Path, number: int, line: bytes) -> Event:
         problem = "it is not UTF-8 text"
     except json.JSONDecodeError as error:
         problem = f"not JSON: {error.msg}, at character {error.pos + 1}"
-    except ValueError as error:
-        problem = str(error)
-    cut = "" if line.endswith(b"\n") else " The file ends in the middle of it: was it copied as a whole?"
+    except ValueError as error:  # the line is JSON, so nothing of it is missing
+        problem, is_cut = str(error), False
+    if number == 1 and _is_json(path):
+        raise ValueError(
+            f"{path} is not a file of events but another JSON document: give the file that run.save() wrote"
+        )
+    cut = " The file ends in the middle of it: was it copied as a whole?" if is_cut else ""
     raise ValueError(
         f"{path}, line {number}, is not an event ({problem}): each line must be a JSON object "
         f"with time, rank, kind and data, as run.save() writes it.{cut}"
     )
+
+
+def _is_json(path: str | Path) -> bool:
+    """Whether a file as a whole is one JSON document."""
+    try:
+        json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return True

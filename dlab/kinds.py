@@ -123,7 +123,7 @@ class StateDetails(TypedDict, total=False):
 
 
 class StateData(StateDetails):
-    """What has become of a rank or a server, as its cluster sees it."""
+    """The state of a rank or a server; in `run.states` and in what `run.save` writes, but not in `run.events`."""
 
     state: Annotated[Text, "Its state: running, delayed, paused, returned, stopped, failed or dead."]
 
@@ -142,7 +142,7 @@ class HangDetails(TypedDict, total=False):
 
 
 class HangData(HangDetails):
-    """No rank makes progress; with an empty list, the ranks make progress again."""
+    """No rank makes progress; with an empty list, the ranks make progress again. Like a state, it is in `run.states`."""
 
     why: Annotated[Sentence, "Why it will not end by itself."]
     ranks: Annotated[Annotated[list[RankWaits], "list of waiting ranks"], "Which rank waits for what, in words."]

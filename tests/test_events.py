@@ -19,6 +19,7 @@ from torch import nn
 
 import dlab
 from dlab.events import Event, EventRing, plain, save_events
+from dlab.trace import save_trace
 
 
 def ring_of(size: int) -> EventRing:
@@ -173,6 +174,43 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(tmp_path):
         save_events([Event(2.0, 0, "log", {}), Event(3.0, 0, "log", {"bad": object()})], path)
     assert [event.time for event in dlab.load_events(path)] == [1.0]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("save", [save_events, save_trace])
+def test_where_nothing_can_be_saved_one_sentence_says_why(tmp_path, monkeypatch, save):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for path, why in {
+        "nodir/x.json": "nodir/x.json cannot be written, as nodir is not a folder: make it, or give another",
+        "file/x.json": "file/x.json cannot be written, as file is not a folder: make it, or give another",
+        ".": ". is a folder: give the path of a file",
+        tmp_path: f"{tmp_path} is a folder: give the path of a file",
+        250 * "x": f"{250 * 'x'} cannot be written (File name too long): make room, or give another path",
+    }.items():
+        with pytest.raises(OSError) as error:
+            save([Event(1.0, 0, "log", {})], path)
+        assert str(error.value) == why
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_another_json_document_is_no_file_of_events(tmp_path, indent, end):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [], "displayTimeUnit": "ms"}, indent=indent) + end)
+    with pytest.raises(
+        ValueError, match=r"trace\.json is not a file of events but another JSON document: give the"
+    ) as error:
+        dlab.load_events(path)
+    assert "copied" not in str(error.value)
+
+
+def test_a_last_line_that_is_json_is_not_cut_off(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(GOOD + b'{"time": 1.0}')
+    with pytest.raises(ValueError, match=r"line 2, is not an event") as error:
+        dlab.load_events(path)
+    assert "copied" not in str(error.value)
 
 
 @pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"time": 1.0, "rank": 0, "kind": "log"}', "3"])

@@ -16,7 +16,7 @@ import dlab
 from dlab import kvstore
 from dlab.collectives import ring_allreduce
 from dlab.data import DataPartitioner
-from dlab.kinds import COLLECTIVE, KINDS, LOG, MESSAGE, STAGES
+from dlab.kinds import COLLECTIVE, HANG, KINDS, LOG, MESSAGE, STAGES, STATE
 from dlab.processes.parent import hangs
 from dlab.views import event_kinds, gradients, shard_events
 from dlab.views.base import View
@@ -135,6 +135,15 @@ def test_every_kind_and_every_field_is_told_by_something(told):
     fields = {(kind.name, field.name) for kind in KINDS.values() for field in kind.fields}
     missing = fields - {(event.kind, name) for event in events for name in event.data}
     assert missing == {each for each in fields if each[0] in TOLD_BY_NOBODY}
+
+
+def test_kinds_that_the_cluster_tells_say_where_they_are():
+    with dlab.Cluster(1) as cluster:
+        run = cluster.start(lambda: dlab.log(step=0))
+        run.wait(60)
+    assert ({event.kind for event in run.states}, {event.kind for event in run.events}) == ({STATE}, {LOG})
+    assert {kind.name for kind in KINDS.values() if "in `run.states`" in kind.sentence} == {STATE, HANG}
+    assert "not in `run.events`" in str(event_kinds())
 
 
 def test_a_misfit_is_found():
