@@ -142,7 +142,7 @@ class HangDetails(TypedDict, total=False):
 
 
 class HangData(HangDetails):
-    """No rank makes progress; with an empty list, the ranks make progress again. Like a state, it is in `run.states`."""
+    """No rank makes progress; with an empty list, they do so again. Like a state, it is in `run.states`."""
 
     why: Annotated[Sentence, "Why it will not end by itself."]
     ranks: Annotated[Annotated[list[RankWaits], "list of waiting ranks"], "Which rank waits for what, in words."]
