@@ -69,6 +69,8 @@ def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum", gr
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
     if algorithm != "auto":
+        if group is not None and not isinstance(group, Transport):
+            raise _no_group(group)
         getattr(collectives, f"{algorithm}_allreduce")(tensor, group or context.transport(), op=op)
     elif tensor.is_cpu and (shared := _shared_memory(group)) is not None:
         shared.allreduce(tensor, op)
@@ -180,13 +182,21 @@ def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
     The backend `dlab` has its own. A rehearsal has none, so that its messages can be seen.
     """
     if group is not None:
-        return group.once(_connect) if group.processes and not _on_gpu() else None
+        try:
+            processes = group.processes
+        except AttributeError:  # not checked before, because that takes longer
+            raise _no_group(group) from None
+        return group.once(_connect) if processes and not _on_gpu() else None
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
     if world not in _memory:
         _memory[world] = _connect(TorchTransport()) if dist.get_backend() == "gloo" else None
     return _memory[world]
+
+
+def _no_group(given: Any) -> TypeError:
+    return TypeError(f"group={given!r} is not a group of ranks: give a line of a mesh, such as mesh['tp']")
 
 
 def _connect(transport: Transport) -> SharedCollectives | None:

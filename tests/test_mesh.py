@@ -90,8 +90,9 @@ def test_coordinates_and_planes():
     [
         ((2, 3), ("dp", "tp"), "a mesh of 2 × 3 needs 6 ranks, but there are 4: the product"),
         ((2, 2), ("dp", "dp"), "two axes of the mesh are called 'dp'"),
-        ((2, 2), ("dp",), "has 2 axes but got 1 names"),
-        ((4,), ("dp", "tp"), "has 1 axes but got 2 names"),
+        ((2, 2), ("dp",), "has 2 axes but got 1 name, "),
+        ((4,), ("dp", "tp"), "has 1 axis but got 2 names"),
+        (4, ("dp",), "a mesh of shape 4 is not possible: give a length for each axis"),
         ((2, 0), ("dp", "tp"), "is not possible: give a whole number, 1 or more, per axis"),
         ((), (), "is not possible"),
         ((2, 2), ("dp", 3), "the name of an axis must be a word, such as 'dp', not 3"),
@@ -106,10 +107,63 @@ def test_an_axis_that_is_not_there_gets_a_sentence():
     mesh = dlab.Mesh((2, 2), ("dp", "tp"), _Only(0, 4))
     with pytest.raises(KeyError, match="this mesh has no axis 'pp': its axes are 'dp', 'tp'"):
         mesh["pp"]
+    with pytest.raises(KeyError, match="this mesh has no axis 0: its axes are"):
+        mesh[0]
     with pytest.raises(KeyError, match="names an axis twice"):
         mesh["dp", "dp"]
     with pytest.raises(KeyError, match="no axis without a name"):
         mesh[()]
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda mesh: mesh.coordinates_of(4), "there is no rank 4 in this mesh: its ranks are 0 to 3"),
+        (lambda mesh: mesh.coordinates_of(-1), "there is no rank -1 in this mesh"),
+        (lambda mesh: mesh.coordinates_of("one"), "there is no rank 'one' in this mesh"),
+        (lambda mesh: mesh.line(9, "tp"), "there is no rank 9 in this mesh"),
+        (lambda mesh: mesh.line(0, "x"), "this mesh has no axis 'x': its axes are 'dp', 'tp'"),
+        (lambda mesh: mesh.line(0, "tp", "tp"), "names an axis twice"),
+        (lambda mesh: mesh.rank_at({"dp": 2, "tp": 0}), "there is no dp 2 in this mesh: it goes from 0 to 1"),
+        (lambda mesh: mesh.rank_at({"dp": -1, "tp": 0}), "there is no dp -1 in this mesh"),
+        (lambda mesh: mesh.rank_at({"dp": 0}), "give one coordinate for each of the axes 'dp', 'tp'"),
+        (lambda mesh: mesh.rank_at({"dp": 0, "tp": 0, "pp": 0}), "give one coordinate for each of the axes"),
+    ],
+)
+def test_what_is_not_on_the_grid_gets_a_sentence(ask, words):
+    with pytest.raises((KeyError, IndexError), match=words):
+        ask(dlab.Mesh((2, 2), ("dp", "tp"), _Only(0, 4)))
+
+
+def test_ranks_and_coordinates_are_each_others_inverse():
+    mesh = dlab.Mesh((3, 4, 2), ("pp", "dp", "tp"), _Only(0, 24))
+    assert [mesh.rank_at(mesh.coordinates_of(rank)) for rank in range(24)] == list(range(24))
+
+
+def test_a_line_shows_its_axis_and_its_members():
+    mesh = dlab.Mesh((2, 2), ("dp", "tp"), _Only(3, 4))
+    assert repr(mesh["tp"]) == "<Group of ranks 2 and 3 along tp>"
+    assert repr(mesh["tp", "dp"]) == "<Group of ranks 0, 2, 1 and 3 along tp, dp>"
+    assert repr(dlab.transports.Group(_Only(3, 4), [1, 3])) == "<Group of ranks 1 and 3>"
+
+
+def test_without_a_process_group_it_says_to_pass_the_transport():
+    with pytest.raises(
+        RuntimeError, match=r"the transport that .* gives to fn, as in dlab.Mesh\(shape, names, transport"
+    ):
+        dlab.rehearse(lambda transport: dlab.Mesh((2, 2), ("dp", "tp")))
+
+
+def test_a_table_can_be_returned_from_a_worker_and_a_mesh_says_why_not(cluster):
+    def fn(ask):
+        mesh = dlab.Mesh((2, 2), ("dp", "tp"))
+        dlab.allreduce(torch.ones(3), group=mesh["tp"])
+        return ask(mesh)
+
+    tables = cluster.run(fn, lambda mesh: mesh.table(), timeout=60)
+    assert set(map(str, tables)) == {str(dlab.Mesh((2, 2), ("dp", "tp"), _Only(0, 4)).table())}
+    with pytest.raises(dlab.WorkerError, match=r"a mesh cannot be sent to another process.*: return mesh.table\(\)"):
+        cluster.run(fn, lambda mesh: mesh, timeout=60)
 
 
 def test_the_table_as_text_and_as_html():
@@ -169,7 +223,8 @@ def use(mesh, shared, count=1001, dtype=torch.float32):
 def test_over_every_transport(transport, dtype):
     found = transport(lambda t, _: use(dlab.Mesh((2, 2), ("dp", "tp"), t), False, 7, dtype), [torch.zeros(1)] * 4)
     assert all(all(each) for each in found), found
-    assert found.messages, "they can be seen"
+    through_shared_memory = transport.kind in ("shared memory", "gloo")  # of one host, without messages
+    assert bool(found.messages) is not through_shared_memory
 
 
 @pytest.mark.parametrize("count", [0, 1, 1001, 300_000])
@@ -304,6 +359,34 @@ def test_what_does_not_fit_gets_a_sentence(cluster):
     )
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: dlab.allreduce(torch.zeros(4), group=group),
+        lambda group: dlab.allreduce(torch.zeros(4), "ring", group=group),
+        lambda group: dlab.reduce_scatter(torch.zeros(4), group=group),
+        lambda group: dlab.all_gather(torch.zeros(4), group=group),
+        lambda group: dlab.all_to_all(torch.zeros(4), group=group),
+        lambda group: dlab.shared_empty(4, group=group),
+    ],
+)
+@pytest.mark.parametrize("group", [dlab.Mesh((2, 2), ("dp", "tp"), _Only(0, 4)), "tp", [0, 1], []])
+def test_what_is_no_group_gets_a_sentence(call, group):
+    with pytest.raises(TypeError, match=r"is not a group of ranks: give a line of a mesh, such as mesh\['tp'\]"):
+        call(group)
+
+
+def test_ranks_that_disagree_on_who_is_in_a_group_are_told(cluster):
+    def fn():
+        mesh = dlab.Mesh((2, 2) if dlab.rank() < 2 else (4, 1), ("dp", "tp"))
+        dlab.allreduce(torch.zeros(4), group=mesh["dp"])
+
+    told = r"rank 2 is in a group of ranks 0, 1, 2 and 3, but rank 0 has other members .* must make the same mesh"
+    with pytest.raises(dlab.WorkerError, match=told):
+        cluster.run(fn, timeout=60)
+    assert cluster.run(dlab.rank) == [0, 1, 2, 3]
+
+
 # ------------------------------------------------------------------------------------------- on two hosts
 
 
@@ -376,6 +459,37 @@ def test_a_message_names_its_group_in_a_cluster(cluster):
     run = cluster.start(lambda: along_both(dlab.Mesh((2, 2), ("dp", "tp"))))
     run.wait(60)
     assert groups_of(run.events) == RECORDED
+
+
+def test_connecting_shared_memory_is_not_among_the_messages(cluster):
+    """A ring of two ranks takes two steps, in each of which both send: 3 rings in each of 2 columns are 24 messages."""
+
+    def fn():
+        mesh, tensor = dlab.Mesh((2, 2), ("dp", "tp")), torch.ones(4)
+        for _ in range(3):
+            dlab.allreduce(tensor, group=mesh["tp"])
+            dlab.allreduce(tensor, "ring", group=mesh["dp"])
+            dlab.all_gather(tensor, group=mesh["dp", "tp"])
+        dlab.all_to_all(tensor)
+        dlab.reduce_scatter(tensor, group=mesh["tp"])
+        dlab.shared_empty(4, group=mesh["tp", "dp"])
+
+    run = cluster.start(fn)
+    run.wait(60)
+    sent = [event.data for event in run.events if event.kind == "message"]
+    assert len(sent) == 24 and {message["bytes"] for message in sent} == {8}
+    assert groups_of(run.events) == {line: RECORDED[line] for line in RECORDED if line[0] == "dp"}
+
+
+@pytest.mark.parametrize("strategy", [dlab.AllReduceSGD(), dlab.ZeRO()], ids=lambda strategy: type(strategy).__name__)
+def test_nor_is_that_of_a_training(cluster, strategy):
+    samples = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randint(2, (64,)))
+    run = dlab.train(lambda: torch.nn.Linear(2, 2), samples, strategy, batch_size=8, on=cluster)
+    run.wait(60)
+    phases = {event.data["phase"] for event in run.events if event.kind == "message"}
+    assert phases <= {"broadcast"}, phases
+    sizes = {event.data["bytes"] for event in run.events if event.kind == "message"}
+    assert sizes <= {16, 8}, "the weights and the biases"
 
 
 def test_a_line_of_a_mesh_of_a_line_is_the_one_that_is_named():

@@ -120,17 +120,27 @@ def _call(bad):
     ("bad", "words"),
     [
         (lambda rank: dlab.allreduce(torch.ones(3 + rank)), "brings 3 float32 of its own for sum"),
+        (
+            lambda rank: dlab.allreduce(torch.ones(3 + rank)),
+            r"rank [0-2] brings .* and rank [0-2] brings [345] float32",
+        ),
+        (
+            lambda rank: dlab.all_gather(torch.ones(3 + rank)),
+            r"own to an all-gather .* own: .* the same size and type$",
+        ),
+        (lambda rank: dlab.all_to_all(torch.ones(3, 1 + rank)), r"own to an all-to-all .* own: .* same size and type$"),
+        (lambda rank: dlab.all_gather(torch.ones(3, 3).t()), "a collective takes only a dense, contiguous tensor"),
         (lambda rank: dlab.allreduce(torch.ones(3), op=["sum", "max", "sum"][rank]), "the same size, type and op"),
         (lambda rank: dlab.allreduce(torch.ones(3, dtype=[torch.int8, torch.int16][rank > 0])), "brings 3 int"),
         (lambda rank: dlab.allreduce(torch.ones(3), algorithm="star"), "no algorithm 'star': use auto"),
         (lambda rank: dlab.allreduce(torch.ones(3), op="median"), "no op 'median'"),
         (lambda rank: dlab.allreduce(torch.ones(3, 3).t()), "contiguous"),
         (lambda rank: dlab.allreduce(torch.eye(3).to_sparse()), "dense"),
-        (lambda rank: dlab.shared_empty(3 + rank), "the same size, type and op"),
+        (lambda rank: dlab.shared_empty(3 + rank), r"own to shared_empty .* own: .* the same size and type$"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_no_rank_is_left_hanging(cluster, bad, words):
-    with pytest.raises(dlab.WorkerError, match=words):
+    with pytest.raises(dlab.WorkerError, match=f"Error: .*{words}"):  # the words are also in the line that called it
         cluster.run(_call, bad, timeout=30)
     assert cluster.run(_same_bits, timeout=60) == [True] * 3
 

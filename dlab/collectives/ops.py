@@ -63,7 +63,7 @@ def prepare(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, Combine]:
     if op not in COMBINE:
         raise ValueError(f"there is no op {op!r}: use {', '.join(COMBINE)}")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError("a collective works in place on a dense, contiguous tensor: call .contiguous() first")
+        raise ValueError("a collective takes only a dense, contiguous tensor: call .contiguous() first")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"the mean of {tensor.dtype} tensors is not whole: use op='sum', or floats")
     if op in ("and", "or", "xor") and (tensor.is_floating_point() or tensor.is_complex()):

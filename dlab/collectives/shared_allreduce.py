@@ -42,8 +42,8 @@ def _compare(mine: int, plan: Plan, theirs: int, other: Plan) -> str:
     """Describe how the plans of two ranks differ, for an error message."""
     if other[5] == plan[5]:
         return (
-            f"rank {mine} brings {_tell(plan)} to {_name(other)} and rank {theirs} {_tell(other)}: "
-            "all ranks must bring the same size, type and op"
+            f"rank {mine} brings {_tell(plan)} to {_name(plan)} and rank {theirs} brings {_tell(other)}: "
+            f"all ranks must bring the same size{', type and op' if _has_op(plan) else ' and type'}"
         )
     return (
         f"rank {mine} is in {_name(plan)} and rank {theirs} in {_name(other)}: "
@@ -54,7 +54,12 @@ def _compare(mine: int, plan: Plan, theirs: int, other: Plan) -> str:
 def _tell(plan: Plan) -> str:
     count, dtype, op, number, _, _ = plan
     where = "from shared_empty" if number else "of its own"
-    return f"{count} {str(DTYPES[dtype]).removeprefix('torch.')} {where} for {OPS[op]}"
+    how = f" for {OPS[op]}" if _has_op(plan) else ""
+    return f"{count} {str(DTYPES[dtype]).removeprefix('torch.')} {where}{how}"
+
+
+def _has_op(plan: Plan) -> bool:
+    return NAMES[plan[5]] in ("all-reduce", "reduce-scatter")
 
 
 class SharedAllReduce:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from dlab.memory.backoff import Peers
+from dlab.memory.waits import name_ranks
 
 TensorAndRank = tuple[torch.Tensor, int]  # a tensor, and the rank at the other end
 T = TypeVar("T")
@@ -83,6 +84,10 @@ class Transport(ABC):
         """Return the transport for messages within a group; a recorder returns one that names the group."""
         return self
 
+    def unrecorded(self) -> Transport:
+        """Return a transport between the same ranks that records nothing, for messages that are not the user's."""
+        return self
+
     def check(self, tensor: torch.Tensor, peer: int) -> None:
         """Raise an error for a tensor or a rank that cannot be used in a message."""
         if not isinstance(peer, int) or not 0 <= peer < self.size:
@@ -140,6 +145,14 @@ class Group(Transport):
     def note_collective(self, name: str, algorithm: str, nbytes: int, start: float, **details: Any) -> None:
         """Pass the report to the transport beneath, which knows the group."""
         self._transport.note_collective(name, algorithm, nbytes, start, **details)
+
+    def unrecorded(self) -> Transport:
+        """Return the same group on a transport that records nothing."""
+        return Group(self._transport.unrecorded(), self._members)
+
+    def __repr__(self) -> str:
+        axis = f" along {self.axis}" if self.axis else ""
+        return f"<Group of {name_ranks(self.members)}{axis}>"
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -57,6 +57,10 @@ class Recorder(Transport):
         """Return a recorder for a group of these ranks, whose messages name the group."""
         return Recorder(self._transport, self._emit, {"group": list(members), "axis": axis}, self._labels)
 
+    def unrecorded(self) -> Transport:
+        """Return the transport beneath, whose messages are not recorded."""
+        return self._transport.unrecorded()
+
     def label(self, phase: str, step: int) -> None:
         """Label the next messages with this step of this phase; a label that repeats begins a new round.
 

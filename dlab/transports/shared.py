@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from zlib import crc32
 
 import torch
 
@@ -17,6 +18,7 @@ from dlab.memory.fence import has_fence
 from dlab.memory.mapping import host, lines, map_file, new_file
 from dlab.memory.ring import Ring
 from dlab.memory.tensors import bytes_of
+from dlab.memory.waits import name_ranks
 from dlab.transports.base import TensorAndRank, Transport
 from dlab.transports.checked import compare, header
 from dlab.transports.distributed import TorchTransport
@@ -95,13 +97,15 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
     """Return memory, all zeros, that rank 0 allocates and all ranks map; None on all ranks if one of them cannot.
 
     Every rank must call it. The memory has no name on disk and is freed with the last process that holds it. A machine
-    without a memory fence gets None, and prints so.
+    without a memory fence gets None, and prints so. No recorder sees the messages with which the ranks agree on it.
     """
+    transport, members = transport.unrecorded(), list(transport.members)
+    group = f"{crc32(str(members).encode()):08x}"  # a rank may take others for its members: then nothing would fit
     message, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
     file = -1
     if transport.rank == 0:
         file = new_file("dlab-shared", nbytes)
-        address = f"{host()} /proc/{os.getpid()}/fd/{file}".encode() if has_fence() else b""
+        address = f"{group} /proc/{os.getpid()}/fd/{file} {host() if has_fence() else ''}".encode()
         message[: len(address)] = torch.tensor(list(address), dtype=torch.uint8)
         others = range(1, transport.size)
         for other in others:
@@ -114,7 +118,12 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
             transport.send(yes, other)
     else:
         transport.recv(message, 0)
-        there, _, place = bytes(message.tolist()).rstrip(b"\0").decode().partition(" ")
+        of, place, there = bytes(message.tolist()).rstrip(b"\0").decode().split(" ", 2)
+        if of != group:
+            raise ValueError(
+                f"rank {members[transport.rank]} is in a group of {name_ranks(members)}, but rank {members[0]} has "
+                "other members in its own: every rank must make the same mesh and use the same lines of it"
+            )
         if there == host() and has_fence():
             try:
                 file = os.open(place, os.O_RDWR)

@@ -111,7 +111,10 @@ def transport() -> Recorder:
     """
     global _transport
     if not dist.is_initialized():
-        raise RuntimeError("there is no process group here: run this in a cluster, or try it with dlab.rehearse(fn)")
+        raise RuntimeError(
+            "there is no process group here: run this in a cluster, or use the transport that dlab.rehearse(fn) gives "
+            "to fn, as in dlab.Mesh(shape, names, transport)"
+        )
     if _transport is None:
         direct = TorchTransport()
         _transport = Recorder(direct if dist.get_backend() == "nccl" else connect(direct), emit)
