@@ -127,6 +127,6 @@ class Backoff:
                 raise ConnectionError(f"{self._peers.complaint([other], what)}, {trouble}")
         if now > self._since + self._timeout:
             raise TimeoutError(
-                f"{self._peers.complaint(others, what)} for {self._timeout:g} s, until its timeout: "
+                f"{self._peers.complaint(others, what)} for {self._timeout:g} s, until its timeout expired: "
                 f"{'is that rank' if len(others) < 2 else 'are these ranks'} stuck, or slow?"
             )
