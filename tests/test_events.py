@@ -185,7 +185,7 @@ def test_where_nothing_can_be_saved_one_sentence_says_why(tmp_path, monkeypatch,
         "file/x.json": "file/x.json cannot be written, as file is not a folder: make it, or give another",
         ".": ". is a folder: give the path of a file",
         tmp_path: f"{tmp_path} is a folder: give the path of a file",
-        250 * "x": f"{250 * 'x'} cannot be written (File name too long): make room, or give another path",
+        254 * "x": f"{254 * 'x'} cannot be written (File name too long): make room, or give another path",
     }.items():
         with pytest.raises(OSError) as error:
             save([Event(1.0, 0, "log", {})], path)

@@ -80,7 +80,7 @@ def test_it_is_overwritten_and_gone_on_with_under_torchrun(truth, tmp_path):
     answer = run(*torchrun, "--overwrite", "--seed", "7", "--every", "20")
     assert answer.returncode == 0, answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000040"]
-    answer = run(*torchrun, "--resume", str(tmp_path / "step-00000020"), "--every", "15")
+    answer = run(*torchrun, "--resume", str(tmp_path / "step-00000020"), "--seed", "7", "--every", "15")
     assert answer.returncode == 0, answer.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000045"]
 
