@@ -18,7 +18,7 @@ class CollectiveTotals:
         self._by_rank: dict[tuple[str, str, str], dict[int, np.ndarray]] = {}
 
     def add(self, rank: int, data: CollectiveData) -> None:
-        """One more event."""
+        """Add the count, bytes and seconds of one event to those of its collective."""
         ranks = self._by_rank.setdefault((data["name"], data["algorithm"], name_group(data)), {})
         ranks[rank] = ranks.get(rank, 0) + np.array([data["count"], data["bytes"], data["seconds"]])
 
