@@ -412,11 +412,11 @@ SCRIPT = """
 
     rank = int(os.environ["RANK"])
     dist.init_process_group("dlab")
-    print(f"total {total()}", flush=True)  # in one piece
+    sys.stdout.write(f"total {total()}{os.linesep}")  # in one piece, as the other rank writes there, too
     dist.destroy_process_group()
 
     dist.init_process_group("dlab", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-    print(f"again {total()}", flush=True)
+    sys.stdout.write(f"again {total()}{os.linesep}")
     if rank == 1:
         os._exit(0)  # torchrun would end all others if it were anything else, perhaps before they can tell
     try:

@@ -411,7 +411,8 @@ def as_a_rank():
     right = use(mesh, shared=True)
     near, far = (reduction._shared_memory(mesh[name]) for name in ("tp", "dp"))
     words = f"tp {'shares' if near else 'does not share'} memory, dp {'does' if far else 'does not'}"
-    print(f"rank {dlab.rank()}: {words}, {sum(right)} of {len(right)} right", flush=True)
+    # in one piece: an end of line on its own could come after another rank's line
+    sys.stdout.write(f"rank {dlab.rank()}: {words}, {sum(right)} of {len(right)} right\n")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

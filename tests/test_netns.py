@@ -14,11 +14,12 @@ from kernels import eventually, seconds_until_gone
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=f"no two hosts here: {netns.why_not()}")
 
 SUM = """
-import os, socket, torch, torch.distributed as dist
+import os, socket, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([10.0 ** dist.get_rank()])
 dist.all_reduce(total)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}: {total.item():g}", flush=True)
+line = f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}: {total.item():g}"
+sys.stdout.write(line + os.linesep)  # in one piece, as others write there, too
 dist.destroy_process_group()
 """
 
