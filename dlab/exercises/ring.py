@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -115,13 +116,14 @@ class _RingTrial:
             return self.my_ring(self.tensors[rank], watched)
 
     def _explain_deadlock(self, chain: str) -> str:
-        partners = [each.partners for each in self.transports]
+        waiting = {int(rank) for rank in re.findall(r"rank (\d+) waits", chain)}  # others may not have begun
+        partners = [each.partners for each in self.transports if each.rank in waiting]
         if self.ranks > 2 and all(pair and pair[0] == pair[1] for pair in partners):
             hint = "every rank receives from the neighbour to which it sends; receive from the one on the other side"
-        elif None not in partners:
-            hint = "let every rank send to the neighbour on one side, the same for all, and receive from the other side"
         elif "has returned" in chain:
             hint = "every rank must take the same number of steps, 2(n-1), and receive whatever is sent to it"
+        elif None not in partners:
+            hint = "let every rank send to the neighbour on one side, the same for all, and receive from the other side"
         elif "receive from" not in chain:
             hint = "everyone sends first and nobody receives; transport.exchange does both at once"
         elif "send to" not in chain:
