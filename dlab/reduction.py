@@ -66,9 +66,9 @@ def allreduce(tensor: torch.Tensor, algorithm: str = "auto", op: str = "sum", gr
     own all-reduce between hosts and on GPUs. The other algorithms are those of `dlab.collectives`, over
     `dlab.transport()`. With `group`, such as `mesh["tp"]`, only its ranks take part, each of which must call it.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
     if algorithm != "auto":
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"there is no algorithm {algorithm!r}: use {', '.join(ALGORITHMS)}")
         if group is not None and not isinstance(group, Transport):
             raise _no_group(group)
         getattr(collectives, f"{algorithm}_allreduce")(tensor, group or context.transport(), op=op)
@@ -190,9 +190,11 @@ def _shared_memory(group: Transport | None = None) -> SharedCollectives | None:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group here: run this in a cluster, as in cluster.run(fn)")
-    if world not in _memory:
-        _memory[world] = _connect(TorchTransport()) if dist.get_backend() == "gloo" else None
-    return _memory[world]
+    try:
+        return _memory[world]
+    except KeyError:
+        _memory[world] = memory = _connect(TorchTransport()) if dist.get_backend() == "gloo" else None
+        return memory
 
 
 def _no_group(given: Any) -> TypeError:

@@ -39,6 +39,7 @@ class PlanTable:
         self._mine, self._others = rank * _NUMBERS, [other * _NUMBERS for other in range(size) if other != rank]
         self._count = 0
         self._plan: Plan = ()
+        self._digest = 0
 
     @staticmethod
     def room(size: int) -> int:
@@ -54,9 +55,9 @@ class PlanTable:
         if plan and plan is not self._plan:
             for place, number in enumerate(plan, mine + 1):
                 lines[place] = number
-            self._plan = plan
+            self._plan, self._digest = plan, hash(plan) & _MASK  # the hash of numbers is the same in every process
         self._count += 1 << 32
-        token = self._count | (hash(plan) & _MASK if plan else 0)  # the hash of numbers is the same in every process
+        token = self._count | self._digest if plan else self._count
         if WEAK:
             fence()
         lines[mine] = token

@@ -39,8 +39,9 @@ class CollectiveCounter:
         self._count += 1
         self._bytes += nbytes
         self._seconds += seconds
-        self._buckets += buckets
         self._end = end
+        if buckets:
+            self._buckets += buckets
 
     def flush(self) -> bool:
         """Tell of those that were added, if any; if there is no room, they are kept, to be told with later ones."""
