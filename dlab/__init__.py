@@ -54,6 +54,10 @@ _HOME = {
     "evaluate": "training",
     "train": "training",
     "Mesh": "mesh",
+    "Layout": "layout",
+    "AutoParallel": "sharding.parallel",
+    "redistribution": "sharding.plan",
+    "shard": "ops",
     "all_gather": "reduction",
     "all_to_all": "reduction",
     "allreduce": "reduction",
@@ -77,6 +81,7 @@ _MODULES = (
     "events",
     "kvstore",
     "models",
+    "ops",
     "strategies",
     "training",
     "transports",
@@ -86,11 +91,26 @@ _MODULES = (
 __all__ = [*_HOME, *_MODULES]
 
 if TYPE_CHECKING:  # the same names, for editors and type checkers
-    from dlab import backend, collectives, cost, data, events, kvstore, models, strategies, training, transports, views
+    from dlab import (
+        backend,
+        collectives,
+        cost,
+        data,
+        events,
+        kvstore,
+        models,
+        ops,
+        strategies,
+        training,
+        transports,
+        views,
+    )
     from dlab.data import DataPartitioner, Partition, mnist, partition_dataset
     from dlab.events import Event, load_events
+    from dlab.layout import Layout
     from dlab.mesh import Mesh
     from dlab.models import MLP, SimpleCNN, SmallCNN, TwoLayer
+    from dlab.ops import shard
     from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.parent.cluster import Cluster, cluster
     from dlab.processes.parent.racing import Race, race
@@ -99,6 +119,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.worker.tracing import watch
     from dlab.reduction import all_gather, all_to_all, allreduce, average_gradients, reduce_scatter, shared_empty
     from dlab.rehearsal import rehearse
+    from dlab.sharding.parallel import AutoParallel
+    from dlab.sharding.plan import redistribution
     from dlab.strategies import (
         DDP,
         AllReduceSGD,

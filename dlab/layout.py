@@ -1,0 +1,328 @@
+"""Layouts: which rank holds which part of a tensor, written with the names of a device matrix's axes.
+
+`Layout((2, 2, 2), ("dp", "sp", "mp"))` puts 8 ranks on a grid, the first axis slowest. Calling it with one entry for
+each dimension of a tensor says which axes cut that dimension. Nothing here communicates, and no rank need be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+Entry = str | tuple[str, ...] | None
+ORDERS = ("first", "last")
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A device matrix with named axes: rank = ((dp * 2) + sp) * 2 + mp for shape (2, 2, 2) and names (dp, sp, mp).
+
+    `layout("mp", ("sp", "dp"))` cuts a matrix: its rows along mp, its columns along sp and dp. The first name of a
+    tuple is the major one: the columns are cut by sp, and each piece by dp. With `major="last"` it is the other way.
+
+    >>> x = Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))
+    >>> x.slices((32, 784))[1]
+    (slice(16, 32, None), slice(0, 196, None))
+    """
+
+    device_matrix: tuple[int, ...]
+    names: tuple[str, ...]
+    major: str = "first"
+
+    def __post_init__(self) -> None:
+        shape: Any = self.device_matrix
+        names: Any = self.names
+        if isinstance(shape, int) or isinstance(names, str):
+            raise ValueError(
+                f"Layout({shape!r}, {names!r}): give a tuple of lengths and a tuple of names, one per axis"
+            )
+        object.__setattr__(self, "device_matrix", tuple(shape))
+        object.__setattr__(self, "names", tuple(names))
+        if not shape or not all(type(length) is int and length > 0 for length in shape):
+            raise ValueError(f"a device matrix of {tuple(shape)} is not possible: give whole numbers, 1 or more")
+        if len(shape) != len(names):
+            raise ValueError(
+                f"a device matrix of {tuple(shape)} has {len(shape)} axes but {len(names)} names, {tuple(names)}: give "
+                "one name for each axis"
+            )
+        for name in names:
+            if not isinstance(name, str) or name in ("", "None"):
+                raise ValueError(f"an axis cannot be called {name!r}: give a word, such as 'dp'")
+            if list(names).count(name) > 1:
+                raise ValueError(f"two axes are called {name!r}: give each axis its own name")
+        if self.major not in ORDERS:
+            raise ValueError(f"major={self.major!r}: the major name of a tuple is its 'first' or its 'last'")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.device_matrix)
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The length of each axis, by name."""
+        return dict(zip(self.names, self.device_matrix, strict=True))
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How many ranks lie between neighbours along each axis, by name."""
+        strides, stride = {}, 1
+        for name, length in zip(reversed(self.names), reversed(self.device_matrix), strict=True):
+            strides[name] = stride
+            stride *= length
+        return strides
+
+    def coordinate(self, rank: int, name: str) -> int:
+        """Return the coordinate of a rank along an axis."""
+        return rank // self.strides[name] % self.lengths[name]
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of a rank, in the order of the axes."""
+        self._check_rank(rank)
+        return tuple(self.coordinate(rank, name) for name in self.names)
+
+    def block(self, rank: int, names: Sequence[str]) -> int:
+        """Return the number of a rank's block of a dimension that is cut along these axes, the first one major."""
+        number = 0
+        for name in names:
+            number = number * self.lengths[name] + self.coordinate(rank, name)
+        return number
+
+    def group(self, rank: int, names: Sequence[str]) -> list[int]:
+        """Return the ranks that differ from this one along these axes only, in the order of their blocks."""
+        self._check_rank(rank)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        self._check_names(names)
+        if len(set(names)) < len(names):
+            raise ValueError(f"a group along {', '.join(names)} names an axis twice: give each axis once")
+        members = [rank - sum(self.coordinate(rank, name) * self.strides[name] for name in names)]
+        for name in names:
+            members = [first + step * self.strides[name] for first in members for step in range(self.lengths[name])]
+        return members
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise an error if the device matrix is not for this number of ranks."""
+        if self.size != ranks:
+            raise ValueError(
+                f"{self} has {' × '.join(map(str, self.device_matrix))} = {self.size} places, but there "
+                f"{'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}: the product must be the number of ranks"
+            )
+
+    def __call__(self, *entries: Entry) -> Placed:
+        """Place a tensor: an entry for each of its dimensions, a name, a tuple of names, or None."""
+        dims: list[tuple[str, ...]] = []
+        for number, entry in enumerate(entries):
+            if entry is None or isinstance(entry, str):
+                entry = () if entry in (None, "None") else (str(entry),)
+            elif not isinstance(entry, (tuple, list)):
+                raise ValueError(
+                    f"entry {number} of a layout is {entry!r}: give the name of an axis, a tuple of names, or None"
+                )
+            self._check_names(entry)
+            dims.append(tuple(entry) if self.major == "first" else tuple(reversed(entry)))
+        used = [name for dim in dims for name in dim]
+        for name in used:
+            if used.count(name) > 1:
+                raise ValueError(
+                    f"{name!r} cuts the same tensor twice in {_written(entries)}: each axis can cut only one dimension"
+                )
+        return Placed(self, tuple(dims))
+
+    def _check_rank(self, rank: int) -> None:
+        if rank not in range(self.size):
+            raise IndexError(f"there is no rank {rank!r} in {self}: its ranks are 0 to {self.size - 1}")
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.names:
+                raise ValueError(f"{self} has no axis {name!r}: its axes are {', '.join(map(repr, self.names))}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # without the stored hash: another process hashes the same words to other numbers
+        return Layout, (self.device_matrix, self.names, self.major)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self.device_matrix, self.names, self.major
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        return "Layout(" + ", ".join(f"{name} {length}" for name, length in self.lengths.items()) + ")"
+
+    def __repr__(self) -> str:
+        order = "" if self.major == "first" else f", major={self.major!r}"
+        return f"Layout({self.device_matrix!r}, {self.names!r}{order})"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A layout for one tensor: the axes that cut each dimension, the major one first.
+
+    Along an axis that cuts no dimension, ranks hold copies (the tensor is replicated), unless the axis is in `partial`:
+    then the tensor is the sum of what they hold.
+    """
+
+    layout: Layout
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = field(default=())
+
+    def cuts(self, dim: int) -> int:
+        """Return into how many blocks a dimension is cut."""
+        return prod(self.layout.lengths[name] for name in self.dims[dim])
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of one rank's part of a tensor of this shape."""
+        if len(shape) != len(self.dims):
+            raise ValueError(
+                f"{self} is for a tensor with {_count(len(self.dims), 'dimension')}, but the shape {tuple(shape)} has "
+                f"{len(shape)}: give one entry for each dimension"
+            )
+        for dim, length in enumerate(shape):
+            if length % self.cuts(dim):
+                raise ValueError(
+                    f"dimension {dim} of the shape {tuple(shape)} cannot be cut into {self.cuts(dim)} equal parts "
+                    f"along {' and '.join(self.dims[dim])}: {_nearest(length, self.cuts(dim))} would work"
+                )
+        return tuple(length // self.cuts(dim) for dim, length in enumerate(shape))
+
+    def slices_of(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return which part of a tensor of this shape a rank holds, as a slice for each dimension."""
+        self.layout._check_rank(rank)
+        starts = [self.layout.block(rank, names) for names in self.dims]
+        parts = self.local_shape(shape)
+        return tuple(slice(start * part, (start + 1) * part) for start, part in zip(starts, parts, strict=True))
+
+    def slices(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
+        """Return which part of a tensor of this shape each rank holds, by rank."""
+        return [self.slices_of(rank, shape) for rank in range(self.layout.size)]
+
+    def with_partial(self, *names: str) -> Placed:
+        """Return the same layout for a tensor that is a sum over the ranks along these axes."""
+        for name in names:
+            if name not in self.layout.names or any(name in dim for dim in self.dims):
+                raise ValueError(f"{self} cannot be a partial sum over {name!r}: name an axis that cuts no dimension")
+        return Placed(self.layout, self.dims, tuple(name for name in self.layout.names if name in names))
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """The axes that cut a dimension."""
+        return frozenset(name for dim in self.dims for name in dim)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries with which `layout(*entries)` makes this, in the layout's own order of tuples."""
+        written = self.dims if self.layout.major == "first" else tuple(tuple(reversed(dim)) for dim in self.dims)
+        return tuple(dim if len(dim) > 1 else dim[0] if dim else "None" for dim in written)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Placed, (self.layout, self.dims, self.partial)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Placed) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self.layout, self.dims, self.partial
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        text = _written(self.entries)
+        return text + (f" partial over {', '.join(self.partial)}" if self.partial else "")
+
+    def __repr__(self) -> str:
+        text = f"{self.layout!r}({', '.join(map(repr, self.entries))})"
+        return text + (f".with_partial({', '.join(map(repr, self.partial))})" if self.partial else "")
+
+
+def replicated(layout: Layout, dims: int) -> Placed:
+    """Return the layout of a tensor that every rank holds whole."""
+    return Placed(layout, ((),) * dims)
+
+
+def refine(*layouts: Layout) -> Layout | None:
+    """Return one device matrix whose axes, alone or several together, are the axes of all of these.
+
+    (2, 4) and (4, 2) have (2, 2, 2) in common. Some have none, such as (2, 3) and (3, 2): then it is None. An axis
+    keeps the name of the first layout that has it whole; one that is cut has numbered parts.
+    """
+    total = layouts[0].size
+    for layout in layouts:
+        layout.check_ranks(total)
+    bounds = sorted({1, total} | {stride for layout in layouts for stride in layout.strides.values()})
+    if any(high % low for low, high in pairwise(bounds)):
+        return None
+    shape: list[int] = []
+    names: list[str] = []
+    for low, high in reversed(list(pairwise(bounds))):
+        shape.append(high // low)
+        names.append(_name_between(low, high, layouts, names))
+    return Layout(tuple(shape), tuple(names)) if shape else Layout((1,), layouts[0].names[:1])
+
+
+def _name_between(low: int, high: int, layouts: Sequence[Layout], taken: Sequence[str]) -> str:
+    covering = ""
+    for layout in layouts:
+        for name, stride in layout.strides.items():
+            end = stride * layout.lengths[name]
+            if (stride, end) == (low, high) and name not in taken:
+                return name
+            if stride <= low and high <= end and not covering:
+                covering = name
+    number = 0
+    while (name := f"{covering}.{number}") in taken:
+        number += 1
+    return name
+
+
+def within(placed: Placed, fine: Layout) -> Placed:
+    """Return the same placement, written with the axes of a finer device matrix."""
+    if placed.layout is fine:
+        return placed
+    fine.check_ranks(placed.layout.size)
+
+    def parts(name: str) -> tuple[str, ...]:
+        low, length = placed.layout.strides[name], placed.layout.lengths[name]
+        found = [axis for axis in fine.names if fine.lengths[axis] > 1 and low <= fine.strides[axis] < low * length]
+        if prod(fine.lengths[axis] for axis in found) != length or (found and fine.strides[found[-1]] != low):
+            raise ValueError(
+                f"{fine} has no axes that together are {name!r} of {placed.layout}: use refine({placed.layout!r}, "
+                f"{fine!r}), if that is not None"
+            )
+        return tuple(found)
+
+    dims = tuple(tuple(part for name in dim for part in parts(name)) for dim in placed.dims)
+    return Placed(fine, dims, tuple(part for name in placed.partial for part in parts(name)))
+
+
+def _nearest(length: int, cuts: int) -> str:
+    below = length // cuts * cuts
+    return f"{below} or {below + cuts}" if below else f"{cuts}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _written(entries: Sequence[Entry]) -> str:
+    """Return entries as people write them on a whiteboard: (mp, (sp, dp))."""
+    words = [f"({', '.join(entry)})" if isinstance(entry, (tuple, list)) else str(entry) for entry in entries]
+    return f"({', '.join(words)})"

@@ -1,0 +1,171 @@
+"""Operators that take a strategy: as classes, `MatMul().shard(((2, 4), (4, 1)))`, or around any function of torch.
+
+A strategy says for each input into how many parts each dimension is cut, or gives its layout. Outside of `AutoParallel`
+an operator computes what the function of torch does. Taught in `07_operator_parallel.ipynb`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dlab.sharding import rules  # noqa: F401  (fills the table of rules)
+from dlab.sharding.tensor import RULES, call, functions, state
+
+
+class Operator:
+    """A function of torch, and how its inputs and its result are cut."""
+
+    function: Any
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.in_strategy: tuple[Any, ...] | None = None
+        self.out_strategy: Any = None
+
+    def shard(self, in_strategy: tuple[Any, ...] | None = None, out_strategy: Any = None) -> Operator:
+        """Say how the inputs are cut, and how the result is to be; returns the operator itself."""
+        if in_strategy is not None and not isinstance(in_strategy, (tuple, list)):
+            raise ValueError(f"in_strategy={in_strategy!r}: give a tuple with the cuts, or the layout, of each input")
+        self.in_strategy = None if in_strategy is None else tuple(in_strategy)
+        self.out_strategy = out_strategy
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {**self.settings, **kwargs}
+        if state.world is None:
+            return self.compute(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return call(type(self).function, args, kwargs, self.in_strategy, self.out_strategy)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the whole result in this process."""
+        return type(self).function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        strategy = "" if self.in_strategy is None else f".shard({self.in_strategy!r}, {self.out_strategy!r})"
+        return f"{type(self).__name__}(){strategy}"
+
+
+class MatMul(Operator):
+    """The product of two matrices, or of batches of them; with `transpose_b` the second one is transposed."""
+
+    function = staticmethod(torch.matmul)
+
+    def __init__(self, transpose_b: bool = False) -> None:
+        super().__init__(transpose_b=transpose_b)
+
+    def compute(self, first: torch.Tensor, second: torch.Tensor, transpose_b: bool = False) -> torch.Tensor:
+        """Compute the whole product in this process."""
+        return torch.matmul(first, second.mT if transpose_b else second)
+
+
+class ReLU(Operator):
+    """Negative numbers become 0."""
+
+    function = staticmethod(torch.relu)
+
+
+class Gelu(Operator):
+    """The activation of transformers, a smooth ReLU."""
+
+    function = staticmethod(F.gelu)
+
+
+class Add(Operator):
+    """The sum of two tensors, number by number."""
+
+    function = staticmethod(torch.add)
+
+
+class Mul(Operator):
+    """The product of two tensors, number by number."""
+
+    function = staticmethod(torch.mul)
+
+
+class Softmax(Operator):
+    """Exponentials divided by their sum along a dimension, which cannot be cut."""
+
+    function = staticmethod(torch.softmax)
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(dim=dim)
+
+
+class LayerNorm(Operator):
+    """Normalises the last dimensions, which cannot be cut: `LayerNorm((512,))(x, weight, bias)`."""
+
+    function = staticmethod(F.layer_norm)
+
+    def __init__(self, normalized_shape: tuple[int, ...], eps: float = 1e-5) -> None:
+        super().__init__(normalized_shape=tuple(normalized_shape), eps=eps)
+
+    def __call__(self, x: Any, weight: Any = None, bias: Any = None) -> Any:
+        return super().__call__(x, weight=weight, bias=bias)
+
+
+class Embedding(Operator):
+    """The rows of a table, `Embedding()(ids, table)`; where rows are cut, each rank looks up those that it has."""
+
+    function = staticmethod(F.embedding)
+
+
+class ReduceSum(Operator):
+    """The sum over some dimensions; where they are cut, a partial sum."""
+
+    function = staticmethod(torch.sum)
+
+    def __init__(self, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> None:
+        super().__init__(dim=dim, keepdim=keepdim)
+
+
+class Flatten(Operator):
+    """Joins all dimensions but the first."""
+
+    function = staticmethod(torch.flatten)
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        super().__init__(start_dim=start_dim, end_dim=end_dim)
+
+
+class Transpose(Operator):
+    """Dimensions in another order: `Transpose((1, 0))`."""
+
+    function = staticmethod(torch.permute)
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.order = tuple(order)
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x, self.order)
+
+
+class CrossEntropy(Operator):
+    """The mean loss of scores (samples, classes) and labels; the classes cannot be cut."""
+
+    function = staticmethod(F.cross_entropy)
+
+
+def shard(function: Any, in_strategy: tuple[Any, ...] | None = None, out_strategy: Any = None) -> Operator:
+    """Return a function of torch that is cut by a strategy inside of `AutoParallel`.
+
+    >>> matmul = dlab.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))
+    """
+    if isinstance(function, Operator):
+        return function.shard(in_strategy, out_strategy)
+    if function not in RULES:
+        raise ValueError(
+            f"dlab does not know how to cut {getattr(function, '__name__', function)!r}: it can cut "
+            f"{', '.join(functions())}"
+        )
+
+    class Function(Operator):
+        """A function of torch with a strategy."""
+
+    Function.__name__ = getattr(function, "__name__", "Function")
+    Function.function = staticmethod(function)
+    return Function().shard(in_strategy, out_strategy)

@@ -1,0 +1,1 @@
+"""Operator-level parallelism: operators whose tensors are cut over ranks. Taught in `07_operator_parallel.ipynb`."""
