@@ -1,6 +1,6 @@
-"""How an operator is cut: its dimensions get subscripts, as in einsum, and a strategy says which axes cut each subscript.
+"""How an operator is cut: its dimensions get subscripts, as in einsum, and a strategy says which axes cut which one.
 
-A matmul is `ij,jk->ik`. A subscript in the result is cut in the result as well; a subscript that is summed away leaves a
+A matmul is `ij,jk->ik`. A subscript in the result is cut in the result as well; one that is summed away leaves a
 partial sum. Everything else follows: which part of each input a rank needs, and what communication that takes.
 """
 
@@ -19,9 +19,9 @@ Strategy = tuple[Any, ...]
 
 @dataclass
 class Operation:
-    """One call of an operator: its tensors, the subscripts of their dimensions, and how to compute a part of the result.
+    """One call of an operator: its tensors, the subscripts of their dimensions, and how to compute a part of it.
 
-    `compute(parts, lengths)` gets each tensor's part, and the local length of each subscript. Letters in `uncut` must not
+    `compute(parts, lengths)` gets each tensor's part, and the local length of each subscript. Those in `uncut` must not
     be cut. A `linear` operator may be applied to a partial sum, and gives one.
     """
 
@@ -108,14 +108,14 @@ def by_strategy(
             below = lengths[subscript] // parts * parts
             near = f"{below} or {below + parts}" if below else str(parts)
             raise ValueError(
-                f"{name}: dimension {_where(operation, subscript)} has length {lengths[subscript]} and cannot be cut into "
-                f"{parts} equal parts: {near} would work"
+                f"{name}: dimension {_where(operation, subscript)} has length {lengths[subscript]} and cannot be cut "
+                f"into {parts} equal parts: {near} would work"
             )
     return cuts, layout
 
 
 def _by_cuts(operation: Operation, strategy: Strategy, ranks: int) -> tuple[dict[str, tuple[str, ...]], Layout]:
-    """The device matrix has an axis for each subscript, in the order in which they appear, and the copies as the last."""
+    """The device matrix has an axis for each subscript, in the order in which they appear; the copies are the last."""
     parts: dict[str, int] = {}
     for number, (word, cuts) in enumerate(zip(operation.subscripts, strategy, strict=True)):
         if (
@@ -133,8 +133,8 @@ def _by_cuts(operation: Operation, strategy: Strategy, ranks: int) -> tuple[dict
             if subscript != UNCUT and parts.setdefault(subscript, cut) != cut:
                 raise ValueError(
                     f"{operation.name}: dimension {dim} of input {number} is cut into {cut}, but dimension "
-                    f"{_where(operation, subscript)}, which it is multiplied with or added to, into {parts[subscript]}: "
-                    "the two must agree"
+                    f"{_where(operation, subscript)}, which it is multiplied with or added to, into {parts[subscript]}"
+                    ": the two must agree"
                 )
     product = prod(parts.values())
     if ranks % product:
@@ -168,8 +168,8 @@ def _by_layouts(operation: Operation, strategy: Strategy, ranks: int) -> tuple[d
             if subscript != UNCUT and cuts.setdefault(subscript, axes) != axes:
                 raise ValueError(
                     f"{operation.name}: dimension {dim} of input {number} is cut along {_axes(axes)}, but dimension "
-                    f"{_where(operation, subscript)}, which it is multiplied with or added to, along {_axes(cuts[subscript])}: "
-                    "the two must agree"
+                    f"{_where(operation, subscript)}, which it is multiplied with or added to, along "
+                    f"{_axes(cuts[subscript])}: the two must agree"
                 )
     owner: dict[str, str] = {}
     for subscript, axes in cuts.items():
