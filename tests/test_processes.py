@@ -56,6 +56,15 @@ def test_workers_come_from_a_fork_server_that_has_imported_torch(cluster):
         assert psutil.Process(other.pids[0]).ppid() == server
 
 
+def test_a_function_that_uses_torch_and_a_module_named_like_one_of_torchs_is_sent(cluster):
+    def product():
+        made = dlab.ops.MatMul()(torch.ones(2, 3), torch.ones(3, 4))  # cloudpickle sends torch.ops along
+        return made.sum().item(), torch.classes is not None, torch.ops.aten.neg(torch.ones(1)).item()
+
+    assert cluster.run(product) == [(24.0, True, -1.0)] * 4
+    assert all(each is torch.ops for each in cluster.run(lambda: torch.ops))  # and comes back, as the same module
+
+
 def test_lambdas_closures_and_classes_travel_by_value(cluster):
     factor = 3
 

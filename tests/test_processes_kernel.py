@@ -26,6 +26,11 @@ def test_functions_lambdas_classes_and_globals_of_cells_work(kernel):
     assert made.result == "[(True, 6), (True, 6), (True, 6)]"
 
 
+def test_a_cell_may_use_both_torch_and_the_operators_of_dlab(kernel):
+    ok(kernel.run("def product():\n    return dlab.ops.ReLU()(torch.ones(3)).sum().item()"))
+    assert ok(kernel.run("cluster.run(product)")).result == "[3.0, 3.0, 3.0]"
+
+
 def test_a_changed_cell_counts_from_the_next_run_on(kernel):
     ok(kernel.run("def version():\n    return 1"))
     assert kernel.run("cluster.run(version)").result == "[1, 1, 1]"

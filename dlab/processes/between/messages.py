@@ -13,6 +13,7 @@ import pickle
 import socket
 import struct
 import sys
+from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -59,6 +60,9 @@ class _Pickler(cloudpickle.Pickler):
             return _storage_of, (pickle.PickleBuffer(memory),)
         if isinstance(obj, type | FunctionType | ModuleType):
             _send_by_value_what_is_only_here(obj)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            # such as torch.ops, which cloudpickle sends along with any function that names both `torch` and an `ops`
+            return import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
