@@ -69,6 +69,12 @@ def resolve(
     return Resolved(inputs, varying, Placed(layout, tuple(cuts.get(subscript, ()) for subscript in result), left))
 
 
+def _is_within(coarse: Layout, fine: Layout) -> bool:
+    """Return whether each axis of a device matrix consists of axes of a finer one, whatever their names are."""
+    common = refine(fine, coarse)
+    return common is not None and common.device_matrix == refine(fine).device_matrix  # type: ignore[union-attr]
+
+
 def lengths_of(operation: Operation, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
     """Return the whole length of each subscript."""
     lengths = dict(operation.lengths)
@@ -215,6 +221,7 @@ def by_following(
     layout yet.
     """
     known = [each for each in placed if each is not None]
+    known.sort(key=lambda each: not each.used)  # axes get the names of layouts that cut something
     layout = refine(*(each.layout for each in known)) if known else Layout((ranks,), ("dp",))
     if layout is None:  # no common device matrix: the first input decides, the others are gathered
         layout = known[0].layout
@@ -224,7 +231,7 @@ def by_following(
     summed = {subscript for word in operation.subscripts for subscript in word if subscript not in operation.result}
     for first in (True, False):
         for word, each, is_fixed in zip(operation.subscripts, placed, fixed, strict=True):
-            if each is None or is_fixed != first or refine(each.layout, layout) != layout:
+            if each is None or is_fixed != first or not _is_within(each.layout, layout):
                 continue
             for subscript, axes in zip(word, within(each, layout).dims, strict=True):
                 free = tuple(axis for axis in axes if axis not in used)
