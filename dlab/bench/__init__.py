@@ -13,6 +13,7 @@ THEMES = (
     "reducing",
     "exchanging",
     "stepping",
+    "sharding",
     "serving",
     "compressing",
 )
