@@ -239,7 +239,8 @@ def _new_group(group: Transport) -> dist.ProcessGroup:
 
 def _check_room(out: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
     """Return `out` if it can hold a result of so many numbers, and raise an error otherwise."""
-    if out.numel() != count or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+    alike = out.dtype is like.dtype and ((out.is_cpu and like.is_cpu) or out.device == like.device)
+    if not alike or out.numel() != count or not out.is_contiguous():
         raise ValueError(
             f"the result is {count} {like.dtype} on {like.device}, but out has room for {out.numel()} {out.dtype} on "
             f"{out.device}{'' if out.is_contiguous() else ', with gaps between them'}: give a tensor that fits"

@@ -36,12 +36,13 @@ class SharedCollectives(SharedAllReduce):
         super().__init__(memory, transport, timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._half = 0
+        self._cuts: dict[int, list[slice]] = {}  # by the number of items
         self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], list[list[Any]]] = {}
 
     def all_gather(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
         """Write the tensors of all ranks into the output, one after another; a rank reads (n-1)/n of it from others."""
         plan, theirs, using, row = self._find("all-gather", tensor, "sum")
-        length, result = tensor.numel(), using.view(output.view(-1))
+        length, result = tensor.numel(), using.view(_flat(output))
         if theirs is not None:
             self.table.meet(plan)
             for rank, other in enumerate(theirs):
@@ -62,13 +63,11 @@ class SharedCollectives(SharedAllReduce):
     def reduce_scatter(self, tensor: torch.Tensor, output: torch.Tensor, op: str) -> None:
         """Write this rank's part of the combination of all tensors, cut like `tensor_split`, into the output."""
         plan, theirs, using, row = self._find("reduce-scatter", tensor, op)
-        result, combine = using.view(output.view(-1)), using.combine
+        result, combine = using.view(_flat(output)), using.combine
         if theirs is not None:
-            step = BLOCK // tensor.element_size()
             self.table.meet(plan)
-            for begin in range(0, len(result), step):
-                block = result[begin : begin + step]
-                first, second, *others = (part[begin : begin + step] for part in theirs)
+            for begin, end, first, second, others in theirs:
+                block = result[begin:end]
                 combine(first, second, block)
                 for other in others:
                     combine(block, other, block)
@@ -87,7 +86,7 @@ class SharedCollectives(SharedAllReduce):
     def all_to_all(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
         """Write rank r's part for this rank into part r of the output; all tensors have n equal parts."""
         plan, theirs, using, row = self._find("all-to-all", tensor, "sum")
-        results = self._cut(using.view(output.view(-1)))
+        results = self._cut(using.view(_flat(output)))
         if theirs is not None:
             self.table.meet(plan)
             for result, other in zip(results, theirs, strict=True):
@@ -121,7 +120,7 @@ class SharedCollectives(SharedAllReduce):
     def _find(self, name: str, tensor: torch.Tensor, op: str) -> tuple[Plan, Any, Tools, torch.Tensor]:
         """Return the plan; for a shared tensor, what this rank reads of each rank's; the tools; the tensor as a row.
 
-        The result for a shared tensor is cached, because finding it takes longer than a small collective.
+        A reduce-scatter reads in blocks that fit into the cache. The result for a shared tensor is cached, because finding it takes longer than a small collective.
         """
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, name if op == "sum" else f"{name} {op}"
         if (known := self._known.get(key)) is not None and tensor.is_contiguous():
@@ -136,7 +135,8 @@ class SharedCollectives(SharedAllReduce):
         theirs = [
             using.view(part) for part in shared[0].rows(offset + begin * row.element_size(), row.dtype, end - begin)
         ]
-        self._known[key] = known = plan, theirs, using, row.new_empty(0)  # the row itself would keep the tensor alive
+        read = _blocks(theirs, BLOCK // row.element_size()) if name == "reduce-scatter" else theirs
+        self._known[key] = known = plan, read, using, row.new_empty(0)  # the row itself would keep the tensor alive
         return known
 
     def _bounds(self, count: int, rank: int | None = None) -> tuple[int, int]:
@@ -147,7 +147,9 @@ class SharedCollectives(SharedAllReduce):
         return begin, begin + length + (rank < longer)
 
     def _cut(self, whole: Any) -> list[Any]:
-        return [whole[slice(*self._bounds(len(whole), rank))] for rank in range(self.size)]
+        if (cuts := self._cuts.get(len(whole))) is None:
+            cuts = self._cuts[len(whole)] = [slice(*self._bounds(len(whole), rank)) for rank in range(self.size)]
+        return [whole[cut] for cut in cuts]
 
     def _next_slots(self, dtype: torch.dtype, counts: tuple[int, ...], using: Tools) -> list[list[Any]]:
         """Return, by rank, the other half of its slot, with a region for each of these numbers of items."""
@@ -158,6 +160,17 @@ class SharedCollectives(SharedAllReduce):
             regions = [self._scratch.rows(start + number * stride, dtype, count) for number, count in enumerate(counts)]
             self._views[key] = [list(map(using.view, slot)) for slot in zip(*regions, strict=True)]
         return self._views[key]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)  # a view takes a tenth of a small collective
+
+
+def _blocks(parts: list[Any], step: int) -> list[tuple[int, int, Any, Any, list[Any]]]:
+    """Cut the same part of every rank's tensor into blocks: begin, end, the first two ranks' block, and the others'."""
+    begins = range(0, len(parts[0]), step)
+    cuts = [[part[begin : begin + step] for part in parts] for begin in begins]
+    return [(begin, begin + step, cut[0], cut[1], cut[2:]) for begin, cut in zip(begins, cuts, strict=True)]
 
 
 def _stride(regions: int) -> int:
