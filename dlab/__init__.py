@@ -20,6 +20,7 @@ _HOME = {
     "mnist": "data",
     "partition_dataset": "data",
     "MLP": "models",
+    "RowTransformer": "models",
     "SimpleCNN": "models",
     "SmallCNN": "models",
     "TwoLayer": "models",
@@ -48,6 +49,7 @@ _HOME = {
     "ModelAveraging": "strategies",
     "ParameterServer": "strategies",
     "SyncSGD": "strategies",
+    "TensorParallel": "strategies",
     "VirtualClock": "strategies",
     "ZeRO": "strategies",
     "Training": "training",
@@ -56,6 +58,7 @@ _HOME = {
     "Mesh": "mesh",
     "Layout": "layout",
     "AutoParallel": "sharding.parallel",
+    "megatron_layouts": "sharding.megatron",
     "redistribution": "sharding.plan",
     "shard": "ops",
     "all_gather": "reduction",
@@ -109,7 +112,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.events import Event, load_events
     from dlab.layout import Layout
     from dlab.mesh import Mesh
-    from dlab.models import MLP, SimpleCNN, SmallCNN, TwoLayer
+    from dlab.models import MLP, RowTransformer, SimpleCNN, SmallCNN, TwoLayer
     from dlab.ops import shard
     from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.parent.cluster import Cluster, cluster
@@ -119,6 +122,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.worker.tracing import watch
     from dlab.reduction import all_gather, all_to_all, allreduce, average_gradients, reduce_scatter, shared_empty
     from dlab.rehearsal import rehearse
+    from dlab.sharding.megatron import megatron_layouts
     from dlab.sharding.parallel import AutoParallel
     from dlab.sharding.plan import redistribution
     from dlab.strategies import (
@@ -128,6 +132,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         ModelAveraging,
         ParameterServer,
         SyncSGD,
+        TensorParallel,
         VirtualClock,
         ZeRO,
     )

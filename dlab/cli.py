@@ -52,9 +52,11 @@ def make_parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=run_demo)
 
     train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
-    known = "sync (default), allreduce, zero, averaging, async, ddp, server, server_async or server_ssp"
+    known = "sync (default), allreduce, zero, averaging, async, ddp, tensor, server, server_async or server_ssp"
     train.add_argument("--strategy", default="sync", help=known)
-    train.add_argument("--model", default="simple_cnn", help="simple_cnn (default), small_cnn, mlp or two_layer")
+    train.add_argument(
+        "--model", default="simple_cnn", help="simple_cnn (default), small_cnn, mlp, two_layer, row_transformer"
+    )
     train.add_argument("--workers", type=positive, default=4, help="how many (default: 4); a launcher sets its own")
     train.add_argument("--epochs", type=positive, default=1, help="passes through the data (default: 1)")
     train.add_argument("--batch-size", type=positive, default=128, help="for all workers together (default: 128)")

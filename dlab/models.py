@@ -65,6 +65,61 @@ class TwoLayer(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
+class SelfAttention(nn.Module):
+    """Attention of tokens to each other in several heads; query, key and value are separate layers, so that a cut of
+    their outputs is a cut of the heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if heads < 1 or width % heads:
+            raise ValueError(f"a width of {width} cannot be divided among {heads} heads: give a multiple of the heads")
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map tokens (batch, tokens, width) to tokens of the same shape."""
+        shape = *x.shape[:2], self.heads, -1
+        parts = [layer(x).reshape(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        mixed = F.scaled_dot_product_attention(*parts)  # (batch, heads, tokens, width of a head)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then two linear layers with GELU between them; each gets normalised tokens and is added to them."""
+
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), SelfAttention(width, heads)
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map tokens (batch, tokens, width) to tokens of the same shape."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class RowTransformer(nn.Module):
+    """A transformer whose tokens are the 28 rows of an image, with 28 pixels each: 54,410 parameters.
+
+    `width` is the length of a token inside, `heads` the number of attention heads, `depth` that of blocks. It has no
+    dropout. `dlab.megatron_layouts` cuts it over ranks.
+    """
+
+    def __init__(self, width: int = 64, heads: int = 4, depth: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Linear(28, width)
+        self.position = nn.Parameter(torch.randn(28, width) * 0.02)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images (batch, 1, 28, 28) to scores (batch, 10)."""
+        tokens = self.embed(images.reshape(len(images), 28, 28)) + self.position  # (batch, 28, width)
+        return self.head(self.norm(self.blocks(tokens)).mean(dim=1))
+
+
 class FlatBuffer:
     """Parameters that are consecutive views of a flat tensor, which may be a different one at each call."""
 

@@ -7,6 +7,7 @@ from dlab.strategies.ddp import DDP
 from dlab.strategies.flat import AllReduceSGD
 from dlab.strategies.server import ParameterServer
 from dlab.strategies.sync import SyncSGD
+from dlab.strategies.tensor import TensorParallel
 from dlab.strategies.zero import ZeRO
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ParameterServer",
     "Strategy",
     "SyncSGD",
+    "TensorParallel",
     "VirtualClock",
     "ZeRO",
     "nesterov",

@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "small_cnn": models.SmallCNN,
     "mlp": models.MLP,
     "two_layer": models.TwoLayer,
+    "row_transformer": models.RowTransformer,
 }
 STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "sync": strategies.SyncSGD,
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
     "averaging": strategies.ModelAveraging,
     "async": strategies.AsyncSGD,
     "ddp": strategies.DDP,
+    "tensor": strategies.TensorParallel,
     "server": strategies.ParameterServer,
     "server_async": lambda: strategies.ParameterServer("async"),
     "server_ssp": lambda: strategies.ParameterServer("ssp"),

@@ -99,7 +99,7 @@ def resume(trainer: Trainer, saved: Checkpoint) -> None:
     strategy.restore([state["strategy"] for state in states])
     if common["optimizer"] is not None:  # the same on all ranks
         trainer.optimizer.load_state_dict(common["optimizer"])
-    if saved.ranks == trainer.transport.size:
+    if saved.ranks == trainer.transport.size and trainer.sampler.ranks == group.size:  # each rank in its old place
         own = states[trainer.transport.rank]
         torch.set_rng_state(own["random"])
         for name, buffer in trainer.model.named_buffers():
