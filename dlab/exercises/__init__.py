@@ -4,16 +4,23 @@ from dlab.exercises.averaging import check_one_message
 from dlab.exercises.partitioning import check_equal_shards
 from dlab.exercises.quantising import check_quantiser
 from dlab.exercises.ring import check_ring
+from dlab.exercises.row_parallel import check_row_parallel
 from dlab.exercises.serving import check_update
 from dlab.exercises.sgd import check_step
+from dlab.exercises.sharding import check_bytes, check_strategy
+from dlab.exercises.slicing import check_slices
 from dlab.exercises.staleness import check_staleness
 
 __all__ = [
+    "check_bytes",
     "check_equal_shards",
     "check_one_message",
     "check_quantiser",
     "check_ring",
+    "check_row_parallel",
+    "check_slices",
     "check_staleness",
     "check_step",
+    "check_strategy",
     "check_update",
 ]
