@@ -111,6 +111,11 @@ def transport() -> Recorder:
     """
     global _transport
     if not dist.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a rank of `dlab run` or torchrun
+            raise RuntimeError(
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has no process group yet: call "
+                'torch.distributed.init_process_group("gloo") first, on every rank'
+            )
         raise RuntimeError(
             "there is no process group here: run this in a cluster, or use the transport that dlab.rehearse(fn) gives "
             "to fn, as in dlab.Mesh(shape, names, transport)"
