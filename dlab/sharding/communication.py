@@ -206,7 +206,9 @@ class AllGather(torch.autograd.Function):
         ctx.line.world.operator = ctx.operator
         if ctx.summed:
             return ctx.line.reduce_scatter(gradient, ctx.dim, back=True), None, None, None, None
-        return ctx.line.cut(gradient, ctx.dim), None, None, None, None
+        # a tensor of its own: a parameter may keep it as its gradient and add to it
+        part = ctx.line.cut(gradient, ctx.dim).clone(memory_format=torch.contiguous_format)
+        return part, None, None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -263,12 +265,7 @@ def redistribute(
     copies for different parts of a result, so that the gradients of the copies must be added up."""
     steps = steps_between(source, target, shape, planner)
     for number, step in enumerate(steps):
-        last = number == len(steps) - 1
-        summed = (
-            last
-            and step.collective == "all-gather"
-            and set(_ranks(step.before, step.axes)) == set(_ranks(target, varying))
-        )
+        summed = number == len(steps) - 1 and adds_up(step, target, varying)
         local = take(step, local, world, summed)
         if summed:
             return local
@@ -277,5 +274,17 @@ def redistribute(
     return local
 
 
-def _ranks(placed: Placed, axes: tuple[str, ...]) -> list[int]:
-    return placed.layout.group(0, axes)
+def adds_up(step: Transition, target: Placed, varying: tuple[str, ...]) -> bool:
+    """Return whether the way back of a last step can add up the gradients as well: an all-gather among these ranks."""
+    return step.collective == "all-gather" and _span(step.before.layout, step.axes) == _span(target.layout, varying)
+
+
+def _span(layout: Layout, axes: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return which parts of a rank's number change along some axes, as pairs of strides: first, and after the last."""
+    spans: list[tuple[int, int]] = []
+    for low, high in sorted((layout.strides[axis], layout.strides[axis] * layout.lengths[axis]) for axis in axes):
+        if spans and spans[-1][1] == low:
+            spans[-1] = spans[-1][0], high
+        elif low < high:
+            spans.append((low, high))
+    return spans

@@ -35,6 +35,7 @@ class Operation:
     partial: bool = True  # whether a subscript that is not in the result leaves a partial sum
     lengths: dict[str, int] = field(default_factory=dict)  # of subscripts that only the result has
     shape: tuple[int, ...] | None = None  # of the result, where its subscripts do not tell
+    split: dict[str, int] = field(default_factory=dict)  # lengths in the result that are others there
     bias: Any = None  # added to the result when its sum is complete
 
 
@@ -76,10 +77,19 @@ def _is_within(coarse: Layout, fine: Layout) -> bool:
 
 
 def lengths_of(operation: Operation, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the whole length of each subscript."""
+    """Return the whole length of each subscript, which must be the same wherever it stands."""
     lengths = dict(operation.lengths)
     for word, shape in zip(operation.subscripts, shapes, strict=True):
+        if len(word) != len(shape):
+            raise ValueError(
+                f"{operation.name} needs a tensor of {len(word)} dimensions, but one has the shape {shape}"
+            )
         for subscript, length in zip(word, shape, strict=True):
+            if subscript != UNCUT and lengths.setdefault(subscript, length) != length:
+                raise ValueError(
+                    f"{operation.name} cannot be computed for the shapes {' and '.join(map(str, shapes))}: dimension "
+                    f"{_where(operation, subscript)} has length {lengths[subscript]} there and {length} elsewhere"
+                )
             if subscript != UNCUT:
                 lengths[subscript] = length
     return lengths
@@ -96,7 +106,9 @@ def by_strategy(
     if not isinstance(strategy, (tuple, list)):
         raise ValueError(f"{name}: a strategy is a tuple with an entry for each input, not {strategy!r}")
     if len(strategy) != wanted:
-        raise ValueError(f"{name} has {wanted} inputs, but the strategy {_show(strategy)} has {len(strategy)} entries")
+        raise ValueError(
+            f"{name}: the strategy {_show(strategy)} has {len(strategy)} entries, not {wanted}, one for each input"
+        )
     if all(isinstance(each, Placed) for each in strategy):
         cuts, layout = _by_layouts(operation, strategy, ranks)
     elif any(isinstance(each, (Placed, Layout)) for each in strategy):
@@ -109,6 +121,11 @@ def by_strategy(
         if parts > 1 and subscript in operation.uncut:
             raise ValueError(
                 f"{name} cannot cut dimension {_where(operation, subscript)}: it needs the whole of it; give 1 there"
+            )
+        if subscript in operation.split and operation.split[subscript] % parts:
+            raise ValueError(
+                f"{name} cannot cut dimension {_where(operation, subscript)} into {parts}: it becomes a dimension of "
+                f"length {operation.split[subscript]} in the result, which {parts} does not divide"
             )
         if lengths[subscript] % parts:
             below = lengths[subscript] // parts * parts
@@ -236,7 +253,9 @@ def by_following(
             for subscript, axes in zip(word, within(each, layout).dims, strict=True):
                 free = tuple(axis for axis in axes if axis not in used)
                 parts = prod(layout.lengths[axis] for axis in free)
-                if subscript == UNCUT or subscript in operation.uncut or lengths[subscript] % parts or free != axes:
+                if subscript == UNCUT or subscript in operation.uncut or free != axes:
+                    continue
+                if lengths[subscript] % parts or operation.split.get(subscript, 0) % parts:
                     continue
                 if subscript not in cuts and (free or (first and subscript in summed and len(word) > 1)):
                     cuts[subscript] = free

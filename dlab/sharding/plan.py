@@ -73,7 +73,7 @@ class RedistributionPlan(Table):
 def redistribution(
     source: Placed, target: Placed, shape: Sequence[int], planner: str = "rules", itemsize: int = 4
 ) -> RedistributionPlan:
-    """RedistributionPlan how a tensor of this shape gets from one layout to another. Nothing is sent.
+    """Plan how a tensor of this shape gets from one layout to another. Nothing is sent.
 
     `planner="rules"` cuts where an axis is free, moves a cut that sits on another dimension, joins what the target does
     not cut; `"bytes"` searches for the steps that send the fewest bytes, never more than the rules.

@@ -69,11 +69,12 @@ def steps_between(
         joined = steps_between(source, nowhere, shape, planner)
         return (*joined, *steps_between(replicated(target.layout, len(shape)), target, shape, planner))
     begin, end = within(source, fine), within(target, fine)
-    found = _by_rules(begin, end, shape)
+    layouts = source.layout, target.layout
+    found = _join(_by_rules(begin, end, shape), layouts)
     if planner == "bytes":
-        searched = _by_search(begin, end, shape)
+        searched = _join(_by_search(begin, end, shape), layouts)
         found = min(found, searched, key=lambda steps: (_sent(steps, shape), len(steps)))
-    return tuple(_join(found, (source.layout, target.layout)))
+    return tuple(found)
 
 
 def _sent(steps: Sequence[Transition], shape: tuple[int, ...]) -> int:
