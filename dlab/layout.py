@@ -6,7 +6,7 @@ each dimension of a tensor says which axes cut that dimension. Nothing here comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -107,9 +107,12 @@ class Layout:
     def check_ranks(self, ranks: int) -> None:
         """Raise an error if the device matrix is not for this number of ranks."""
         if self.size != ranks:
+            product = f"{' × '.join(map(str, self.device_matrix))} = " if len(self.device_matrix) > 1 else ""
+            fitting = " or ".join(map(str, _fitting(self.device_matrix, ranks)))
             raise ValueError(
-                f"{self} has {' × '.join(map(str, self.device_matrix))} = {self.size} places, but there "
-                f"{'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}: the product must be the number of ranks"
+                f"{self} has {product}{_count(self.size, 'place')}, but there {'is' if ranks == 1 else 'are'} "
+                f"{_count(ranks, 'rank')}: the product must be the number of ranks, and the nearest device matrix that "
+                f"fits is {fitting}"
             )
 
     def __call__(self, *entries: Entry) -> Placed:
@@ -311,6 +314,25 @@ def within(placed: Placed, fine: Layout) -> Placed:
 
     dims = tuple(tuple(part for name in dim for part in parts(name)) for dim in placed.dims)
     return Placed(fine, dims, tuple(part for name in placed.partial for part in parts(name)))
+
+
+def _fitting(device_matrix: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
+    """Return up to two device matrices for this number of ranks: those that change the fewest axes, by the least."""
+
+    def factorised(number: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (number,)
+            return
+        for first in range(1, number + 1):
+            if number % first == 0:
+                yield from ((first, *rest) for rest in factorised(number // first, axes - 1))
+
+    def change(other: tuple[int, ...]) -> tuple[int, float]:
+        ratios = [max(old / new, new / old) for old, new in zip(device_matrix, other, strict=True)]
+        return sum(ratio > 1 for ratio in ratios), prod(ratios)
+
+    found = sorted(factorised(ranks, len(device_matrix)), key=change)
+    return [other for other in found[:2] if change(other) == change(found[0])]
 
 
 def _nearest(length: int, cuts: int) -> str:
