@@ -60,6 +60,7 @@ _HOME = {
     "AutoParallel": "sharding.parallel",
     "megatron_layouts": "sharding.megatron",
     "redistribution": "sharding.plan",
+    "slice_table": "sharding.slices",
     "shard": "ops",
     "all_gather": "reduction",
     "all_to_all": "reduction",
@@ -125,6 +126,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.sharding.megatron import megatron_layouts
     from dlab.sharding.parallel import AutoParallel
     from dlab.sharding.plan import redistribution
+    from dlab.sharding.slices import slice_table
     from dlab.strategies import (
         DDP,
         AllReduceSGD,
