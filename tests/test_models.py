@@ -9,7 +9,13 @@ from dlab.models import flatten_gradients
 
 @pytest.mark.parametrize(
     ("model", "parameters"),
-    [(dlab.SimpleCNN, 421_642), (dlab.SmallCNN, 80_202), (dlab.MLP, 669_706), (dlab.TwoLayer, 79_510)],
+    [
+        (dlab.SimpleCNN, 421_642),
+        (dlab.SmallCNN, 80_202),
+        (dlab.MLP, 669_706),
+        (dlab.TwoLayer, 79_510),
+        (dlab.RowTransformer, 54_410),
+    ],
 )
 def test_each_network_turns_images_into_ten_scores_and_has_the_stated_size(model, parameters):
     torch.manual_seed(0)
@@ -19,11 +25,31 @@ def test_each_network_turns_images_into_ten_scores_and_has_the_stated_size(model
     assert f"{parameters:,}" in model.__doc__ or model is dlab.TwoLayer
 
 
-@pytest.mark.parametrize("model", [dlab.SmallCNN, dlab.MLP, dlab.TwoLayer])
+@pytest.mark.parametrize("model", [dlab.SmallCNN, dlab.MLP, dlab.TwoLayer, dlab.RowTransformer])
 def test_a_network_gives_the_same_scores_twice_in_training_mode(model):
     network = model().train()
     images = torch.randn(3, 1, 28, 28)
     assert torch.equal(network(images), network(images))
+
+
+def test_the_row_transformer_is_torchs_own_encoder_on_rows():
+    torch.manual_seed(0)
+    model, images = dlab.RowTransformer(width=24, heads=3, depth=2), torch.randn(5, 1, 28, 28)
+    layer = torch.nn.TransformerEncoderLayer(24, 3, 96, 0.0, "gelu", batch_first=True, norm_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, model.norm, enable_nested_tensor=False)
+    for theirs, mine in zip(encoder.layers, model.blocks, strict=True):
+        heads = mine.attention
+        parts = (heads.query, heads.key, heads.value)
+        theirs.self_attn.in_proj_weight.data = torch.cat([each.weight.data for each in parts])
+        theirs.self_attn.in_proj_bias.data = torch.cat([each.bias.data for each in parts])
+        theirs.self_attn.out_proj.load_state_dict(heads.out.state_dict())
+        pairs = {"norm1": "norm1", "norm2": "norm2", "linear1": "fc1", "linear2": "fc2"}
+        for name, own in pairs.items():
+            getattr(theirs, name).load_state_dict(getattr(mine, own).state_dict())
+    tokens = images[:, 0] @ model.embed.weight.T + model.embed.bias + model.position
+    assert torch.allclose(model(images), model.head(encoder(tokens).mean(1)), atol=1e-5)
+    with pytest.raises(ValueError, match="a width of 10 cannot be divided among 4 heads: give a multiple of the heads"):
+        dlab.RowTransformer(width=10)
 
 
 def test_simple_cnn_is_the_network_that_the_course_names():

@@ -12,7 +12,7 @@ import torch
 import dlab
 
 STEPS = 40
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     print(f"forward_sum is {par(data[0][0]).sum().item():.6f}", flush=True)
     train(par, par.parameters(), data)
     dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,9 @@ def test_eight_processes_by_the_launcher_write_their_losses_into_logs(script, on
 def test_a_rank_without_a_process_group_is_told_to_make_one(tutorial, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(RuntimeError, match=r"rank 3 of 8 has no process group yet: call .*init_process_group\(.gloo.\)"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 3 of 8 has no process group yet: call .*init_process_group\(.gloo.\)"
+    ):
         dlab.AutoParallel(tutorial.ClassForm(tutorial.TUPLES))
     monkeypatch.delenv("RANK")
     with pytest.raises(RuntimeError, match="there is no process group here: run this in a cluster"):

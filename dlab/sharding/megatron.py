@@ -25,10 +25,10 @@ def megatron_layouts(model: nn.Module, layout: Layout, axis: str = "tp", sequenc
     >>> par.explain(torch.empty(32, 1, 28, 28)).collectives("forward")
     ['all-reduce', 'all-reduce']
     """
+    tokens = layout(None, axis, None)
     ranks = layout.lengths[axis]
     found: dict[str, Placed] = {}
     seen: set[nn.Module] = set()
-    tokens = layout(None, axis, None)
 
     def pair(columns: list[str], row: str) -> None:
         for name in columns:
@@ -52,7 +52,7 @@ def megatron_layouts(model: nn.Module, layout: Layout, axis: str = "tp", sequenc
         elif isinstance(module, RowTransformer):
             seen |= {module.embed, module.head}
             if sequence:
-                found[f"{within}embed"] = tokens
+                found |= {f"{within}embed": tokens, f"{within}position": layout(axis, None)}
     linear = [(n, each) for n, each in model.named_modules() if isinstance(each, nn.Linear) and each not in seen]
     while len(linear) > 1:
         (first, one), (second, two), *linear = linear
