@@ -59,7 +59,7 @@ def to_dtensor(placed: Placed, strided: bool = False) -> list[Placement]:
 def _cut_later(placed: Placed, dim: int, name: str) -> int:
     """Return into how many pieces a dimension is cut by axes that are major to this one and later in the mesh."""
     names, order = placed.dims[dim], placed.layout.names
-    major = names[: names.index(name)]
+    major = names[: names.index(name)] if placed.layout.lengths[name] > 1 else ()
     return prod(placed.layout.lengths[other] for other in major if order.index(other) > order.index(name))
 
 
