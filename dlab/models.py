@@ -79,10 +79,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map tokens (batch, tokens, width) to tokens of the same shape."""
-        shape = *x.shape[:2], self.heads, -1
+        shape = *x.shape[:2], -1, x.shape[-1] // self.heads  # -1: where PyTorch cuts it, a rank has fewer heads
         parts = [layer(x).reshape(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)]
         mixed = F.scaled_dot_product_attention(*parts)  # (batch, heads, tokens, width of a head)
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class TransformerBlock(nn.Module):

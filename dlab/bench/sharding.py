@@ -20,9 +20,10 @@ from torch import nn
 import dlab
 from dlab.bench.measure import Moments, alternate, in_fresh_process, moments, span
 from dlab.bench.rows import AtMost, Row, faster, row
-from dlab.layout import Layout, Placed
+from dlab.layout import Layout
 from dlab.processes.parent.cluster import Cluster
 from dlab.processes.worker import context
+from dlab.sharding.megatron import megatron_layouts
 
 RANKS, BATCH, ROUNDS = (2, 4), 128, 12
 DLAB, DTENSOR, DTENSOR_DLAB = "dlab", "DTensor on gloo", "DTensor on dlab's backend"
@@ -49,24 +50,11 @@ def three_layers() -> nn.Module:
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
-# columns: the names of layers that are cut by columns; rows: of those cut by rows
+# what makes the network, the shape of a sample, and which layers are cut by columns and which by rows, for DTensor
 CASES: dict[str, tuple[Make, tuple[int, ...], tuple[str, ...], tuple[str, ...]]] = {
     "MLP 784-512-784": (column_row, (784,), ("0",), ("2",)),
     "RowTransformer": (transformer, (1, 28, 28), ("query", "key", "value", "fc1"), ("out", "fc2")),
 }
-
-
-def layouts_of(net: nn.Module, ranks: int, columns: tuple[str, ...], rows: tuple[str, ...]) -> dict[str, Placed]:
-    """Return the layout of each weight and bias that is cut; a layer is found by the last part of its name."""
-    layout, found = Layout((ranks,), ("tp",)), {}
-    for name, _ in net.named_parameters():
-        layer, kind = name.rsplit(".", 1) if "." in name else ("", name)
-        last = layer.rsplit(".", 1)[-1]
-        if last in columns:
-            found[name] = layout("tp", None) if kind == "weight" else layout("tp")
-        elif last in rows and kind == "weight":
-            found[name] = layout(None, "tp")
-    return found
 
 
 def contenders(case: str) -> dict[str, Callable[[], Any]]:
@@ -79,7 +67,7 @@ def contenders(case: str) -> dict[str, Callable[[], Any]]:
     make, shape, columns, rows = CASES[case]
     ranks, inputs = dist.get_world_size(), torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
     networks: dict[str, Any] = {
-        DLAB: dlab.AutoParallel(make(), layouts=layouts_of(make(), ranks, columns, rows)),
+        DLAB: dlab.AutoParallel(make(), layouts=megatron_layouts(make(), Layout((ranks,), ("tp",)))),
     }
     plain = dist.new_group(backend="dlab")
     for name, mesh in (
@@ -176,8 +164,8 @@ def dlab_milliseconds(cluster: Cluster, steps: int) -> float:
 
 def three_layer_moments(steps: int) -> Moments:
     """Measure the MLP 784-512-512-10, cut by columns, then by rows. Runs in a worker."""
-    layout, net = Layout((dist.get_world_size(),), ("tp",)), three_layers()
-    par = dlab.AutoParallel(net, layouts={"0.weight": layout("tp", None), "2.weight": layout(None, "tp")})
+    layout = Layout((dist.get_world_size(),), ("tp",))
+    par = dlab.AutoParallel(three_layers(), layouts=megatron_layouts(three_layers(), layout))
     call = partial(forward_backward, par, torch.ones(BATCH, 784))
     for _ in range(5):
         call()

@@ -120,8 +120,8 @@ class SharedCollectives(SharedAllReduce):
     def _find(self, name: str, tensor: torch.Tensor, op: str) -> tuple[Plan, Any, Tools, torch.Tensor]:
         """Return the plan; for a shared tensor, what this rank reads of each rank's; the tools; the tensor as a row.
 
-        A reduce-scatter reads in blocks that fit into the cache. The result for a shared tensor is cached, because finding
-        it takes longer than a small collective.
+        A reduce-scatter reads in blocks that fit into the cache. What was found for a shared tensor is cached, because
+        finding it takes longer than a small collective.
         """
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, name if op == "sum" else f"{name} {op}"
         if (known := self._known.get(key)) is not None and tensor.is_contiguous():
