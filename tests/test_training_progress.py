@@ -86,7 +86,7 @@ def test_it_is_overwritten_and_gone_on_with_under_torchrun(truth, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero", "async", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero", "async", "ddp", "tensor"])
 def test_every_strategy_under_dlab_run(tmp_path, strategy):
     answer = run(sys.executable, "-m", "dlab", "run", "-m", "dlab", "-n", "2", "--", *command(tmp_path, strategy)[2:])
     assert answer.returncode == 0, answer.stderr
