@@ -134,7 +134,7 @@ def networks(steps, end, seed=0):
     return Net(interpret(steps, end, False), *weights), Net(interpret(steps, end, True), *weights), inputs
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(), st.sampled_from(["rules", "bytes"]))
 def test_random_chains_equal_plain_torch_on_threads(program, planner):
     ranks, steps, end = program

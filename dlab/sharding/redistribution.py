@@ -84,41 +84,45 @@ def _sent(steps: Sequence[Transition], shape: tuple[int, ...]) -> int:
 # the moves: what can be done with one axis
 
 
-def _change(placed: Placed, axis: str, collective: str, source: int | None, target: int | None) -> Transition:
+def _change(placed: Placed, axes: Sequence[str], collective: str, source: int | None, target: int | None) -> Transition:
     dims, partial = list(placed.dims), placed.partial
     if source is not None:
-        dims[source] = dims[source][:-1]
+        dims[source] = dims[source][: -len(axes)]
     if target is not None:
-        dims[target] = (*dims[target], axis)
+        dims[target] = (*dims[target], *axes)
     if collective in ("all-reduce", "reduce-scatter"):
-        partial = tuple(name for name in partial if name != axis)
-    return Transition(collective, (axis,), source, target, placed, Placed(placed.layout, tuple(dims), partial))
+        partial = tuple(name for name in partial if name not in axes)
+    return Transition(collective, tuple(axes), source, target, placed, Placed(placed.layout, tuple(dims), partial))
 
 
-def _fits(placed: Placed, dim: int, axis: str, shape: tuple[int, ...]) -> bool:
-    return shape[dim] % (placed.cuts(dim) * placed.layout.lengths[axis]) == 0
+def _fits(placed: Placed, dim: int, axes: Sequence[str], shape: tuple[int, ...]) -> bool:
+    return shape[dim] % (placed.cuts(dim) * prod(placed.layout.lengths[axis] for axis in axes)) == 0
 
 
 def _moves(placed: Placed, end: Placed, shape: tuple[int, ...]) -> Iterator[Transition]:
-    """Yield every step that is possible; only the last, innermost axis of a dimension can be joined or moved."""
+    """Yield every step that is possible; only the last, innermost axes of a dimension can be joined or moved.
+
+    Several that are moved together keep their order, which one by one they would not: (x, y) would become (y, x).
+    """
     towards = len(placed.layout.names) > _MOST_AXES
 
-    def places(axis: str, without: int | None = None) -> list[int]:
-        dims = [dim for dim in range(len(shape)) if dim != without and _fits(placed, dim, axis, shape)]
-        return [dim for dim in dims if axis in end.dims[dim]] if towards else dims
+    def places(axes: Sequence[str], without: int | None = None) -> list[int]:
+        dims = [dim for dim in range(len(shape)) if dim != without and _fits(placed, dim, axes, shape)]
+        return [dim for dim in dims if axes[-1] in end.dims[dim]] if towards else dims
 
     for axis in placed.layout.names:
         if placed.layout.lengths[axis] == 1 or axis in end.partial:
             continue
         if axis in placed.partial:
-            yield _change(placed, axis, "all-reduce", None, None)
-            yield from (_change(placed, axis, "reduce-scatter", None, dim) for dim in places(axis))
+            yield _change(placed, [axis], "all-reduce", None, None)
+            yield from (_change(placed, [axis], "reduce-scatter", None, dim) for dim in places([axis]))
         elif axis not in placed.used:
-            yield from (_change(placed, axis, "slice", None, dim) for dim in places(axis))
+            yield from (_change(placed, [axis], "slice", None, dim) for dim in places([axis]))
     for dim, names in enumerate(placed.dims):
         if names:
-            yield _change(placed, names[-1], "all-gather", dim, None)
-            yield from (_change(placed, names[-1], "all-to-all", dim, to) for to in places(names[-1], dim))
+            yield _change(placed, names[-1:], "all-gather", dim, None)
+        for first in range(len(names)):
+            yield from (_change(placed, names[first:], "all-to-all", dim, to) for to in places(names[first:], dim))
 
 
 def _by_search(begin: Placed, end: Placed, shape: tuple[int, ...]) -> list[Transition]:
@@ -162,22 +166,22 @@ def _rules(placed: Placed, end: Placed) -> Iterator[Transition]:
     ]
     for dim, axis in wanted:
         if axis in placed.partial:
-            yield _change(placed, axis, "reduce-scatter", None, dim)
+            yield _change(placed, [axis], "reduce-scatter", None, dim)
         elif axis not in placed.used:
-            yield _change(placed, axis, "slice", None, dim)
+            yield _change(placed, [axis], "slice", None, dim)
     for axis in placed.partial:
         if axis not in end.partial and axis not in end.used:
-            yield _change(placed, axis, "all-reduce", None, None)
+            yield _change(placed, [axis], "all-reduce", None, None)
     for dim, axis in wanted:
         for other, has in enumerate(placed.dims):
             if has and has[-1] == axis:
-                yield _change(placed, axis, "all-to-all", other, dim)
+                yield _change(placed, [axis], "all-to-all", other, dim)
     for dim, has in enumerate(placed.dims):
         if has and has[-1] not in end.used:
-            yield _change(placed, has[-1], "all-gather", dim, None)
+            yield _change(placed, has[-1:], "all-gather", dim, None)
     for dim, has in enumerate(placed.dims):
         if has and end.dims[dim][: len(has)] != has:
-            yield _change(placed, has[-1], "all-gather", dim, None)
+            yield _change(placed, has[-1:], "all-gather", dim, None)
 
 
 def _join(steps: Sequence[Transition], layouts: tuple[Layout, Layout]) -> list[Transition]:
