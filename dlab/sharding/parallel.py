@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,30 @@ from torch.utils._pytree import tree_map
 
 from dlab.layout import Layout, Placed, replicated
 from dlab.processes.worker.context import transport as transport_of_this_worker
-from dlab.sharding import rules  # noqa: F401  (fills the table of rules)
+from dlab.sharding import dropout, rules, saving  # noqa: F401  (they fill the table of rules)
+from dlab.sharding.candidates import LATENCY
+from dlab.sharding.choosing import Choices, Follower, choose_strategies, key_of, trace
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.explanation import Explanation
-from dlab.sharding.tensor import _ANSWERS, RULES, Home, ShardedTensor, _getter, _to, call, state, working
+from dlab.sharding.initial import put
+from dlab.sharding.plan import PLANNERS
+from dlab.sharding.tensor import (
+    _ANSWERS,
+    RULES,
+    Home,
+    ShardedTensor,
+    _getter,
+    _plain,
+    _to,
+    call,
+    cut_state,
+    move,
+    state,
+    working,
+)
 from dlab.transports import Transport
 
-MODES = ("semi_auto", "data_parallel", "stand_alone")
+MODES = ("semi_auto", "auto", "data_parallel", "stand_alone")
 _SHAPES: dict[Any, Callable[..., Any]] = {
     _getter("shape"): lambda shape: torch.Size(shape),
     torch.Tensor.size: lambda shape, dim=None: torch.Size(shape) if dim is None else shape[dim],
@@ -48,11 +66,42 @@ class _ParameterMode(TorchFunctionMode):
         if func in RULES and any(isinstance(each, nn.Parameter) and id(each) in state.homes for each in args):
             with torch._C.DisableTorchFunctionSubclass():
                 return call(func, args, kwargs)
+        if func not in _LOCAL:
+            _refuse_parts(func, args)
         return func(*args, **kwargs)
 
 
-def _aside(*_: Any) -> None:
+# what may be done with this rank's part of a parameter, as an optimizer or a loop does
+_LOCAL = {
+    *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"),
+    *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.startswith("__i") and name != "__invert__"),
+    *(torch.Tensor.__hash__, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim),
+    *(torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__, torch.Tensor.register_hook),
+    *(torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.is_grad_enabled, torch.set_grad_enabled),
+    torch.Tensor.register_post_accumulate_grad_hook,
+}
+
+
+def _refuse_parts(func: Any, args: Any) -> None:
+    """Raise an error if a function that dlab cannot cut would see a part of a parameter, or of its gradient, as all."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):  # an attribute such as `weight.grad`
+        return
+    known = dict(state.homes)
+    if "norm" in name:  # as in the clipping of gradients
+        known |= {id(home.parameter.grad): home for home in known.values() if home.parameter.grad is not None}
+    for each in (value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))):
+        home = known.get(id(each)) if isinstance(each, torch.Tensor) else None
+        if home is not None and home.placed is not None and home.placed.used:
+            raise NotImplementedError(
+                f"dlab does not know how to cut {name!r}, and {home.name} is cut, {home.placed}: call it outside of "
+                "the network that AutoParallel wraps, on par.whole(), or write it with functions that dlab can cut"
+            )
+
+
+def _aside(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     state.aside = True
+    cut_state(optimizer)
 
 
 def _back(*_: Any) -> None:
@@ -71,7 +120,8 @@ class AutoParallel:
     What it returns is whole and carries gradients, so the code around it stays as it was. In mode `semi_auto` operators
     with a strategy are cut by it; the others follow their inputs. A parameter is cut as its first operator cuts it:
     each rank keeps its part only, in the same `nn.Parameter`, so that an optimizer made before works as well.
-    `data_parallel` ignores strategies and cuts the batch alone; `stand_alone` cuts nothing. With
+    `data_parallel` ignores strategies and cuts the batch alone; `stand_alone` cuts nothing; `auto` chooses strategies
+    that communicate least with at most `memory` bytes of parameters and gradients per rank (see `plan`). With
     `dataset_strategy="data_parallel"` each rank brings its own part of the batch. `layouts` cut an ordinary network
     from outside, by the names of parameters; that of a module's name is where its result is left.
 
@@ -89,11 +139,15 @@ class AutoParallel:
         layouts: Mapping[str, Placed] | None = None,
         planner: str = "rules",
         ranks: int | None = None,
+        memory: int | None = None,
+        latency: int = LATENCY,
     ) -> None:
         if parallel_mode not in MODES:
             raise ValueError(f"there is no parallel mode {parallel_mode!r}: use {', '.join(map(repr, MODES))}")
         if dataset_strategy not in ("full_batch", "data_parallel"):
             raise ValueError(f"dataset_strategy={dataset_strategy!r}: use 'full_batch' or 'data_parallel'")
+        if planner not in PLANNERS:
+            raise ValueError(f"there is no planner {planner!r}: use {' or '.join(map(repr, PLANNERS))}")
         if not callable(net):
             raise ValueError(f"AutoParallel wraps a network or a function, not {net!r}")
         self.net, self.mode, self.dataset_strategy, self.planner = net, parallel_mode, dataset_strategy, planner
@@ -106,8 +160,25 @@ class AutoParallel:
         for module, prefix in self._modules():
             for name, parameter in module.named_parameters(prefix):
                 self._homes.setdefault(id(parameter), Home(parameter, name))
+        for home in self._homes.values():
+            if home.placed is not None:
+                home.placed.layout.check_ranks(self.world.size)
         self._layouts = dict(layouts or {})
+        self._plans: dict[Any, Choices] = {}
+        self.memory, self.latency = memory, latency
+        self._check_memory()
         self._place()
+        if parallel_mode == "stand_alone" and self.world.transport is not None:
+            for home in self._homes.values():
+                home.settle(replicated(Layout((self.world.size,), ("all",)), len(home.shape)), self.world.rank)
+
+    def _check_memory(self) -> None:
+        if self.memory is not None and (type(self.memory) is not int or self.memory < 1 or self.mode != "auto"):
+            raise ValueError(
+                f"memory={self.memory!r} with parallel_mode={self.mode!r}: give a number of bytes per rank, in 'auto'"
+            )
+        if self.mode == "auto" and self._layouts:
+            raise ValueError("parallel_mode='auto' chooses the layouts itself: leave out layouts=, or use 'semi_auto'")
 
     def _modules(self) -> Iterator[tuple[nn.Module, str]]:
         """The networks that the wrapped thing is, has, or refers to."""
@@ -135,6 +206,11 @@ class AutoParallel:
             if name in by_name:
                 unknown.pop(name)
                 home = by_name[name]
+                if home.placed not in (None, placed):
+                    raise ValueError(
+                        f"{name} is cut already, {home.placed}, by another AutoParallel of the same network: use one "
+                        "layout for both"
+                    )
                 try:
                     placed.local_shape(home.shape)
                 except ValueError as problem:
@@ -142,7 +218,7 @@ class AutoParallel:
                 home.fixed = True
                 if self.world.transport is None:
                     home.placed = placed
-                else:
+                elif home.placed is None:
                     home.settle(placed, self.world.rank)
         for module, prefix in self._modules():
             for name, each in module.named_modules(prefix=prefix):
@@ -180,14 +256,24 @@ class AutoParallel:
             return tree_map(_whole, result)
 
     def _run(self, world: World, args: Any, kwargs: Any) -> Any:
-        shard = self._shard(world)
+        if self.mode != "auto" or world.size == 1:
+            return self._call(self._shard(world), args, kwargs)
+        state.chooser = Follower(self.plan(*args, **kwargs))
+        try:
+            return self._call(self._shard(world), args, kwargs)
+        finally:
+            state.chooser = None
+
+    def _call(self, shard: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(shard, args), tree_map(shard, kwargs)
         with _ParameterMode():
             return self.net(*args, **kwargs)
 
     def _working(self, world: World) -> Any:
         state.aside = False
-        return working(world, self._homes, not self._layouts, self.planner)
+        for home in self._homes.values():
+            home.adopt()
+        return working(world, self._homes, not self._layouts, self.planner, self.mode)
 
     def _shard(self, world: World) -> Callable[[Any], Any]:
         layout = Layout((world.size,), ("dp",))
@@ -205,6 +291,17 @@ class AutoParallel:
             return ShardedTensor.of(value.view_as(value), whole, shape, free=True)
 
         return shard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoParallel:
+        """Return the same on the same ranks, with a network of its own, whose parameters are cut as these are."""
+        made = copy.copy(self)
+        made.net = copy.deepcopy(self.net, memo)
+        made._homes = {}
+        for home in self._homes.values():
+            copied = copy.copy(home)
+            copied.parameter = memo.get(id(home.parameter), home.parameter)
+            made._homes[id(copied.parameter)] = copied
+        return made
 
     # what ranks hold
 
@@ -226,12 +323,35 @@ class AutoParallel:
         found: dict[str, torch.Tensor | None] = {}
         with torch.no_grad():
             for home in self._homes.values():
-                value = home.parameter.grad if grad else home.parameter.detach()
+                value = home.parameter.grad if grad else home.value()
                 if value is not None and home.placed is not None and self.world.size > 1:
                     nowhere = replicated(home.placed.layout, len(home.shape))
                     value = redistribute(value, home.placed, nowhere, home.shape, self.world)
                 found[home.name] = None if value is None else value.clone()
         return found
+
+    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Save the parameters, and an optimizer, by slice: each rank writes what it is the first to hold.
+
+        Every rank must call it, with a folder that all hosts share. What was saved there before stays, until all of
+        the new files are complete.
+        """
+        saving.save(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
+
+    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Load what `save` has saved, in whatever layout and by however many ranks; every rank must call it.
+
+        A rank reads its own parts only. A parameter of `no_init_parameters()` that has no layout yet is read when it
+        is placed, and so is an optimizer's state for a parameter without a layout; their files stay open.
+        """
+        saving.load(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for module, prefix in self._modules():
+            for name, each in module.named_modules(prefix=prefix):
+                for key, buffer in each._buffers.items():
+                    if buffer is not None and key not in each._non_persistent_buffers_set:
+                        yield f"{name}.{key}" if name else key, buffer
 
     # before it runs
 
@@ -259,6 +379,35 @@ class AutoParallel:
                 home.placed, home.fixed = before[key]
         return Explanation(world, parameters)
 
+    def plan(self, *args: Any, **kwargs: Any) -> Choices:
+        """Return the strategies that mode `auto` chooses for these inputs, with the next best of each operator.
+
+        They send the fewest bytes per rank, forward and backward, that `memory` allows: `choose_strategies` says what
+        counts. Nothing is sent; every rank comes to the same choice. A strategy given by hand stays.
+        """
+        if self.mode != "auto":
+            raise ValueError(f"parallel_mode={self.mode!r} leaves nothing to choose: use parallel_mode='auto'")
+        for home in self._homes.values():
+            home.adopt()
+        key = key_of(self.net, args, kwargs)
+        if key not in self._plans or not self._plans[key].valid(self._homes):
+            gradients = {key: home.parameter.grad for key, home in self._homes.items()}
+            cut = self.dataset_strategy == "data_parallel"
+            try:
+                nodes = trace(lambda shard: self._trial(shard, args, kwargs), self._homes, self.world.size, cut)
+            finally:
+                for each, home in self._homes.items():
+                    home.parameter.grad = gradients[each]
+            bounds = self.world.size, self.memory, self.planner, self.latency
+            self._plans[key] = choose_strategies(nodes, self._homes, *bounds)
+        return self._plans[key]
+
+    def _trial(self, shard: Callable[[Any], Any], args: Any, kwargs: Any) -> None:
+        try:
+            tree_map(_whole, self._call(shard, args, kwargs))
+        except Planned:
+            pass
+
     # a silent error
 
     def check(self, *inputs: Any, tolerance: float = 1e-4) -> str:
@@ -271,9 +420,11 @@ class AutoParallel:
         for home in self._homes.values():
             home.parameter.grad = None
         try:
+            random = torch.get_rng_state()  # for dropout
             cut, cut_gradients = self._traced(self.world, inputs)
             mine = self.whole(grad=True)
             alone = self._unsharded()
+            torch.set_rng_state(random)
             one, one_gradients = alone._traced(alone.world, inputs)
             _compare(cut, one, cut_gradients, one_gradients, mine, alone.whole(grad=True), tolerance)
         finally:
@@ -289,7 +440,7 @@ class AutoParallel:
             )
         net = copy.deepcopy(self.net)
         for name, parameter in net.named_parameters():
-            parameter.data = weights[name]  # type: ignore[assignment]
+            put(parameter, weights[name])  # type: ignore[arg-type]
             parameter.grad = None
         from dlab.transports.threads import ThreadTransport, ThreadWorld
 
@@ -302,25 +453,26 @@ class AutoParallel:
             with self._working(world):
                 results = _tensors(tree_map(_whole, self._run(world, inputs, {})))
                 made, world.outputs = world.outputs, None
-                locals_ = [each.local() for _, each in made]
-                for each in locals_:
-                    if each.requires_grad:
-                        each.retain_grad()
+                with torch._C.DisableTorchFunctionSubclass():  # of the very tensor that the next operator has used
+                    for _, each in made:
+                        if each.requires_grad:
+                            each.retain_grad()
                 torch.stack([each.sum() for each in results if each.requires_grad]).sum().backward()
                 with torch.no_grad():
-                    wholes = [(name, each.whole()) for name, each in made]
-                    gradients = [
-                        None if part.grad is None else _gradient(each, part.grad)
-                        for (_, each), part in zip(made, locals_, strict=True)
-                    ]
+                    wholes = [(f"{number} {name}", each.whole()) for number, (name, each) in enumerate(made, 1)]
+                    gradients = [_gradient(each) for _, each in made]
         finally:
             world.outputs = None
         return wholes, gradients
 
 
-def _gradient(tensor: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:
+def _gradient(tensor: ShardedTensor) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = tensor.grad
+    if gradient is None:
+        return None
     placed = Placed(tensor.placed.layout, tensor.placed.dims)  # the gradient of a partial sum is whole
-    return ShardedTensor.of(gradient, placed, tensor.whole_shape).whole()
+    return ShardedTensor.of(_plain(gradient), placed, tensor.whole_shape).whole()
 
 
 def _compare(
@@ -350,6 +502,9 @@ def _compare(
 
 
 def _whole(value: Any) -> Any:
+    home = state.homes.get(id(value)) if isinstance(value, nn.Parameter) else None
+    if home is not None and home.placed is not None and home.placed.used:
+        return move(value, replicated(home.placed.layout, len(home.shape)), (), "the result", home)
     return value.whole() if isinstance(value, ShardedTensor) else value
 
 
@@ -361,6 +516,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _backward(self: ShardedTensor, *args: Any, **kwargs: Any) -> None:
     self.whole().backward(*args, **kwargs)
+    state.moved.clear()  # its graph is gone, and weights may now be changed by hand
     if state.world is not None and state.world.transport is None and state.world.told is not None:
         raise Planned
 

@@ -5,14 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
+from dlab.sharding.initial import Postponed, part_of, put
 from dlab.sharding.operation import Operation, Resolved, Strategy, by_following, by_strategy, lengths_of, resolve
+
+
+class Chooser(Protocol):
+    """Gives operators their strategies, and hears of their results."""
+
+    def choose(self, operation: Operation, shapes: Any, strategy: Any, out: Any) -> tuple[Any, Any]:
+        """Return `in_strategy` and `out_strategy` for an operator that was given these by hand, or None."""
+
+    def made(self, tensor: ShardedTensor) -> None:
+        """Hear of the result of the operator that was asked for last."""
+
+    def whole(self, tensor: ShardedTensor) -> None:
+        """Hear of a tensor that is made whole."""
 
 
 class State(threading.local):
@@ -27,6 +42,26 @@ class State(threading.local):
     wanted: Placed | None = None  # where the layer that runs now must leave its result
     free = True  # whether an operator on whole inputs may choose to be data parallel
     planner = "rules"
+    chooser: Chooser | None = None  # who chooses the strategies, in mode `auto`
+    mode = "semi_auto"
+
+
+_cut = WeakIdKeyDictionary()  # the layout, whole shape and slices of parameters of which this process holds a part
+_times_cut: list[None] = []  # its length grows with each
+
+
+def cut_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut the state that an optimizer has had since before its parameters were cut, such as momentum."""
+    if vars(optimizer).get("times_cut") == len(_times_cut):
+        return
+    for parameter, entries in optimizer.state.items():
+        if (known := _cut.get(parameter)) is not None:
+            _, shape, slices = known
+            for value in entries.values():
+                whole = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+                if whole and (isinstance(value, Postponed) or tuple(parameter.shape) != shape):
+                    put(value, part_of(value, slices))
+    vars(optimizer)["times_cut"] = len(_times_cut)
 
 
 class Home:
@@ -36,6 +71,12 @@ class Home:
         self.parameter, self.name, self.shape = parameter, name, tuple(parameter.shape)
         self.placed: Placed | None = None
         self.fixed = False
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Learn how another `AutoParallel` of this process has cut the parameter, if one has."""
+        if self.placed is None and (known := _cut.get(self.parameter)) is not None:
+            self.placed, self.shape, _ = known
 
     def settle(self, placed: Placed, rank: int) -> None:
         """Keep only this rank's part; the parameter stays the same object, for optimizers that know it."""
@@ -43,13 +84,15 @@ class Home:
         slices = placed.slices_of(rank, self.shape)
         with torch.no_grad():
             gradient, self.parameter.grad = self.parameter.grad, None
-            self.parameter.data = _part(self.parameter.detach(), slices)
-            self.parameter.grad = None if gradient is None else _part(gradient, slices)
+            if placed.used or isinstance(self.parameter, Postponed):
+                put(self.parameter, part_of(self.parameter, slices))
+            self.parameter.grad = None if gradient is None else part_of(gradient, slices)
+        _cut[self.parameter] = placed, self.shape, slices  # only now: what has a weak reference cannot be made in place
+        _times_cut.append(None)
 
-
-def _part(tensor: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
-    """Return a copy of a part, so that the memory of the whole can be freed."""
-    return tensor[slices].clone(memory_format=torch.contiguous_format)
+    def value(self) -> torch.Tensor:
+        """Return what this rank holds of the parameter; one that has not been made or placed is made whole for it."""
+        return part_of(self.parameter) if isinstance(self.parameter, Postponed) else self.parameter.detach()
 
 
 state = State()
@@ -116,6 +159,8 @@ class ShardedTensor(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """Return the whole tensor, on every rank; gradients go back through it."""
+        if state.chooser is not None:
+            state.chooser.whole(self)
         nowhere = replicated(self.placed.layout, len(self.whole_shape))
         return move(self, nowhere, (), "the result")
 
@@ -155,6 +200,10 @@ def call(func: Any, args: Any, kwargs: Any, strategy: Strategy | None = None, re
             f"dlab does not know how to cut {name!r}: call it outside of the network that AutoParallel wraps, on its "
             f"whole result, or write it with functions that dlab can cut ({known})"
         )
+    for keyword in ("input", "tensors", "other", "target"):  # as torch calls what rules get in the same order
+        if keyword in kwargs:
+            kwargs = dict(kwargs)
+            args = (*args, kwargs.pop(keyword))
     return execute(rule(*args, **kwargs), strategy, result)
 
 
@@ -164,29 +213,37 @@ _resolved: dict[Any, tuple[Resolved, dict[str, int], tuple[int, ...]]] = {}  # a
 def execute(operation: Operation, strategy: Strategy | None = None, result: Any = None) -> ShardedTensor:
     """Cut an operator: bring each input to where the strategy needs it, compute this rank's part, place the result."""
     world = state.world
-    assert world is not None, "sharded tensors are made by AutoParallel"
+    if world is None:
+        raise RuntimeError(
+            f"{operation.name} got a sharded tensor outside of the network that AutoParallel wraps: let the network "
+            "return it, then every rank has it whole"
+        )
     wanted, state.wanted = state.wanted, None
-    if world.size == 1:
-        strategy = result = wanted = None
-    if strategy is not None and operation.bias is not None and len(strategy) == len(operation.tensors) + 1:
-        strategy = strategy[:-1]  # the bias is cut as the result is
     homes = [state.homes.get(id(each)) for each in operation.tensors]
     shapes = tuple(
         each.whole_shape if isinstance(each, ShardedTensor) else home.shape if home else tuple(each.shape)
         for each, home in zip(operation.tensors, homes, strict=True)
     )
+    if state.chooser is not None:
+        strategy, result = state.chooser.choose(operation, shapes, strategy, result)
+    if world.size == 1 or state.mode == "data_parallel":
+        strategy = result = wanted = None
+    if strategy is not None and operation.bias is not None and len(strategy) == len(operation.tensors) + 1:
+        strategy = strategy[:-1]  # the bias is cut as the result is
     placed = tuple(_placed(each, home, world) for each, home in zip(operation.tensors, homes, strict=True))
     fixed = tuple(home is not None and home.placed is not None for home in homes)
     free = (
         strategy is None
         and state.free
         and all(
-            each.free if isinstance(each, ShardedTensor) else home is not None and home.placed is None
+            each.free
+            if isinstance(each, ShardedTensor)
+            else home is None or home.placed is None or not home.placed.used
             for each, home in zip(operation.tensors, homes, strict=True)
         )
     )
-    call_of = operation.name, *operation.subscripts, operation.result, operation.uncut
-    key = call_of, shapes, placed, fixed, free, _key(strategy), world.size
+    call_of = operation.name, *operation.subscripts, operation.result, operation.uncut, operation.linear
+    key = call_of, *operation.lengths.values(), operation.shape, shapes, placed, fixed, free, _key(strategy), world.size
     if key not in _resolved:
         _resolved[key] = _find(operation, shapes, placed, fixed, free, strategy, world.size)
     found, lengths, shape = _resolved[key]
@@ -204,6 +261,8 @@ def execute(operation: Operation, strategy: Strategy | None = None, result: Any 
     elif made.placed.partial and (strategy is not None or operation.bias is not None):
         made = _to(made, Placed(made.placed.layout, made.placed.dims), name)
     made.free = free and operation.linear
+    if state.chooser is not None:
+        state.chooser.made(made)
     world.end(made)
     return made if operation.bias is None else execute(RULES[torch.add](made, operation.bias))
 
@@ -298,7 +357,7 @@ def move(tensor: Any, target: Placed, varying: tuple[str, ...], name: str, home:
     world = state.world
     assert world is not None
     world.operator = name
-    key = id(tensor), target, varying, torch.is_grad_enabled()
+    key = id(tensor), _version(tensor), target, varying, torch.is_grad_enabled()
     if (kept := state.moved.get(key)) is not None:
         return kept[1]
     target.layout.check_ranks(world.size)
@@ -325,6 +384,11 @@ def move(tensor: Any, target: Placed, varying: tuple[str, ...], name: str, home:
     return moved
 
 
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place: what was moved before is then out of date."""
+    return 0 if isinstance(tensor, ShardedTensor) or tensor.is_inference() else tensor._version
+
+
 def stand_in(home: Home, placed: Placed) -> torch.Tensor:
     """Return a tensor without values in place of a parameter's part, for a plan."""
     key = ("stand-in", id(home))
@@ -336,12 +400,13 @@ def stand_in(home: Home, placed: Placed) -> torch.Tensor:
 
 
 @contextmanager
-def working(world: World, homes: dict[int, Home], free: bool, planner: str) -> Iterator[None]:
+def working(world: World, homes: dict[int, Home], free: bool, planner: str, mode: str = "semi_auto") -> Iterator[None]:
     """Let this thread's operators be cut over a world's ranks."""
     before = state.world, getattr(state, "homes", {}), getattr(state, "moved", {}), state.free, state.planner
     state.world, state.homes, state.moved, state.free, state.planner = world, homes, {}, free, planner
+    state.mode = mode
     try:
         yield
     finally:
         state.world, state.homes, state.moved, state.free, state.planner = before
-        state.wanted = None
+        state.wanted, state.mode = None, "semi_auto"
