@@ -38,17 +38,19 @@ def cuts_of(draw, ranks, number):
 
 def placed(draw, ranks, words, cuts):
     """The same cuts as layouts: axes in any order, and a long one written as two."""
-    letters = dict(zip(sorted(set("".join(words))), cuts, strict=True))
+    subscripts = dict(zip(sorted(set("".join(words))), cuts, strict=True))
     axes = {}
-    for letter, cut in letters.items():
+    for subscript, cut in subscripts.items():
         parts = [2] * (cut.bit_length() - 1) if draw(st.booleans()) else [cut]
         for number, part in enumerate(parts):
-            axes[f"{letter}{number}"] = part
+            axes[f"{subscript}{number}"] = part
     axes["rest"] = ranks // prod(cuts)
     order = draw(st.permutations(list(axes)))
     layout = dlab.Layout(tuple(axes[name] for name in order), tuple(order))
-    names = {letter: tuple(draw(st.permutations([a for a in axes if a[0] == letter]))) for letter in letters}
-    return tuple(layout(*(names[letter] for letter in word)) for word in words)
+    names = {
+        subscript: tuple(draw(st.permutations([a for a in axes if a[0] == subscript]))) for subscript in subscripts
+    }
+    return tuple(layout(*(names[subscript] for subscript in word)) for word in words)
 
 
 WORDS = {"matmul": ("ij", "jk"), "transposed": ("ij", "kj"), "linear": ("bj", "kj"), "relu": ("ab",), "gelu": ("ab",)}
@@ -67,12 +69,12 @@ def programs(draw, ranks=None):
         strategy = out = None
         if with_strategy:
             words = WORDS[name]
-            letters = sorted(set("".join(words)) - {"."})
-            cuts = dict(zip(letters, cuts_of(draw, ranks, len(letters)), strict=True))
+            subscripts = sorted(set("".join(words)) - {"."})
+            cuts = dict(zip(subscripts, cuts_of(draw, ranks, len(subscripts)), strict=True))
             if "." in "".join(words) or draw(st.booleans()):
-                strategy = tuple(tuple(cuts.get(letter, 1) for letter in word) for word in words)
+                strategy = tuple(tuple(cuts.get(subscript, 1) for subscript in word) for word in words)
             else:
-                strategy = placed(draw, ranks, words, [cuts[letter] for letter in letters])
+                strategy = placed(draw, ranks, words, [cuts[subscript] for subscript in subscripts])
             if draw(st.booleans()):
                 out = tuple(cuts_of(draw, ranks, 2))
         steps.append((name, draw(st.integers(0, 2)), draw(st.integers(0, number)), strategy, out))

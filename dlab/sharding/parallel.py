@@ -30,6 +30,7 @@ from dlab.sharding.tensor import (
     RULES,
     Home,
     ShardedTensor,
+    _cut,
     _getter,
     _plain,
     _to,
@@ -300,6 +301,8 @@ class AutoParallel:
         for home in self._homes.values():
             copied = copy.copy(home)
             copied.parameter = memo.get(id(home.parameter), home.parameter)
+            if home.parameter in _cut:
+                _cut[copied.parameter] = _cut[home.parameter]
             made._homes[id(copied.parameter)] = copied
         return made
 
@@ -421,16 +424,32 @@ class AutoParallel:
             home.parameter.grad = None
         try:
             random = torch.get_rng_state()  # for dropout
-            cut, cut_gradients = self._traced(self.world, inputs)
-            mine = self.whole(grad=True)
+            given, whole = tree_map(_leaf, inputs), tree_map(_leaf, self._whole_batch(inputs))
+            cut, cut_gradients = self._traced(self.world, given)
+            mine = self.whole(grad=True) | _gradients_of_inputs(self._whole_batch(given, grad=True))
             alone = self._unsharded()
             torch.set_rng_state(random)
-            one, one_gradients = alone._traced(alone.world, inputs)
-            _compare(cut, one, cut_gradients, one_gradients, mine, alone.whole(grad=True), tolerance)
+            one, one_gradients = alone._traced(alone.world, whole)
+            truth = alone.whole(grad=True) | _gradients_of_inputs([each.grad for each in _tensors(whole)])
+            _compare(cut, one, cut_gradients, one_gradients, mine, truth, tolerance)
         finally:
             for home in self._homes.values():
                 home.parameter.grad = kept[home.name]
         return f"the results and gradients of {len(one)} operators equal those of one process, to {tolerance:g}"
+
+    def _whole_batch(self, inputs: Any, grad: bool = False) -> Any:
+        """Return inputs, or a list of their gradients, whole, where each rank has brought a part of the batch."""
+
+        def join(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not cut or not value.dim():
+                return value
+            layout = Layout((self.world.size,), ("dp",))
+            placed = Placed(layout, (("dp",), *((),) * (value.dim() - 1)))
+            shape = (value.shape[0] * self.world.size, *value.shape[1:])
+            return redistribute(value.detach(), placed, replicated(layout, value.dim()), shape, self.world)
+
+        cut = self.dataset_strategy == "data_parallel" and self.world.size > 1
+        return tree_map(join, [each.grad for each in _tensors(inputs)] if grad else inputs)
 
     def _unsharded(self) -> AutoParallel:
         weights = self.whole()
@@ -457,7 +476,8 @@ class AutoParallel:
                     for _, each in made:
                         if each.requires_grad:
                             each.retain_grad()
-                torch.stack([each.sum() for each in results if each.requires_grad]).sum().backward()
+                if any(each.requires_grad for each in results):
+                    torch.stack([each.sum() for each in results if each.requires_grad]).sum().backward()
                 with torch.no_grad():
                     wholes = [(f"{number} {name}", each.whole()) for number, (name, each) in enumerate(made, 1)]
                     gradients = [_gradient(each) for _, each in made]
@@ -498,7 +518,16 @@ def _compare(
             )
     for name, right in truth.items():
         if right is not None and not torch.allclose(mine[name], right, rtol=tolerance, atol=tolerance):
-            raise AssertionError(f"the gradient of the parameter {name} differs from that of one process")
+            raise AssertionError(f"the gradient of {name} differs from that of one process")
+
+
+def _leaf(value: Any) -> Any:
+    """Return a tensor with a gradient of its own."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _gradients_of_inputs(gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {f"input {number}": each for number, each in enumerate(gradients)}
 
 
 def _whole(value: Any) -> Any:

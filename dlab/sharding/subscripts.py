@@ -36,10 +36,10 @@ def is_tensor(value: Any) -> bool:
 
 def subscripts_of(number: int) -> str:
     """Return subscripts for dimensions that no product uses: a, b, c, d, then m, n, …"""
-    letters = "abcdmnopqruwxyz"
-    if number > len(letters):
-        raise ValueError(f"dlab cuts tensors of up to {len(letters)} dimensions, not {number}")
-    return letters[:number]
+    characters = "abcdmnopqruwxyz"
+    if number > len(characters):
+        raise ValueError(f"dlab cuts tensors of up to {len(characters)} dimensions, not {number}")
+    return characters[:number]
 
 
 def dim_of(dim: int, shape: tuple[int, ...], name: str) -> int:

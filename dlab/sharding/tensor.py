@@ -80,6 +80,11 @@ class Home:
 
     def settle(self, placed: Placed, rank: int) -> None:
         """Keep only this rank's part; the parameter stays the same object, for optimizers that know it."""
+        if (known := _cut.get(self.parameter)) is not None and known[0].used:
+            raise ValueError(
+                f"{self.name} is cut already, {known[0]}, by another AutoParallel of the same network: make it "
+                "anew, or use one AutoParallel for both"
+            )
         self.placed = placed
         slices = placed.slices_of(rank, self.shape)
         with torch.no_grad():
