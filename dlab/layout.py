@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -184,7 +184,7 @@ class Placed:
 
     def cuts(self, dim: int) -> int:
         """Return into how many blocks a dimension is cut."""
-        return prod(self.layout.lengths[name] for name in self.dims[dim])
+        return self._cuts[dim]
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one rank's part of a tensor of this shape."""
@@ -218,6 +218,10 @@ class Placed:
             if name not in self.layout.names or any(name in dim for dim in self.dims):
                 raise ValueError(f"{self} cannot be a partial sum over {name!r}: name an axis that cuts no dimension")
         return Placed(self.layout, self.dims, tuple(name for name in self.layout.names if name in names))
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        return tuple(prod(self.layout.lengths[name] for name in names) for names in self.dims)
 
     @cached_property
     def used(self) -> frozenset[str]:
@@ -261,6 +265,7 @@ def replicated(layout: Layout, dims: int) -> Placed:
     return Placed(layout, ((),) * dims)
 
 
+@lru_cache(maxsize=4096)
 def refine(*layouts: Layout) -> Layout | None:
     """Return one device matrix whose axes, alone or several together, are the axes of all of these.
 

@@ -18,7 +18,7 @@ from dlab.sharding.operation import UNCUT, Operation, Resolved, Strategy, length
 from dlab.sharding.redistribution import steps_between, volume
 from dlab.sharding.tensor import _find, _out
 
-MOST = 256  # candidates of one operator; of more, those that cut the fewest dimensions are tried
+MOST = 128  # candidates of one operator; of more, those that cut the fewest dimensions are tried
 
 LATENCY = 8192  # bytes that a rank could send in the time that a collective takes to begin
 

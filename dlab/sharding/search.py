@@ -16,7 +16,7 @@ from dlab.sharding.candidates import LATENCY, Candidate, Traffic, candidates, ca
 from dlab.sharding.graph import Node, Operand
 from dlab.sharding.tensor import Home
 
-BEAM = 1000  # partial decisions that are kept after each operator; of more, the cheapest
+BEAM = 200  # partial decisions that are kept after each operator; of more, the cheapest
 _WORK_BITS = 50  # of a cost, the lowest: work per rank decides only where communication is equal
 Key = tuple[Any, ...]
 
@@ -38,6 +38,16 @@ class Decision:
             found.append(last.candidate)
             last = last.before
         return found[::-1]
+
+
+@dataclass
+class Effect:
+    """What one candidate adds to a decision, and what is known after it."""
+
+    cost: int
+    memory: int
+    candidate: Candidate
+    known: dict[Key, Any]
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Search:
             if source is None:  # the first operator that uses a parameter decides where it lives
                 source = known["parameter", id(each.parameter)] = canonical(target)[0]
                 memory += parameter_memory(each.parameter, target)
-            moved = known.get(("moved", each.tensor), ())
+            moved = known.get(("moved", each.tensor)) or ()
             if (target, varying) in moved:
                 continue
             price = self.price(each, source, *canonical(target, varying))
@@ -161,58 +171,55 @@ class Search:
     ) -> dict[Key, list[Decision]]:
         reads = {slot for each in self.nodes[number].operands for slot in _slots(each)}
         read = [place for place, slot in enumerate(slots) if slot in reads]
-        made: dict[Key, list[tuple[int, int, Candidate, dict[Key, Any]]]] = {}
+        made: dict[Key, list[Effect]] = {}
+        limit, kept_ones = float("inf") if self.memory is None else self.memory, 0
         # a slot of `after` is as it was, by its place in the old key, or as this operator leaves it
         kept = [slots.index(slot) if slot in slots and slot not in reads else None for slot in after]
-        found: dict[Key, list[Decision]] = {}
+        pairs: list[tuple[int, int, int, Key, Decision, Effect]] = []
         for key, decisions in states.items():
             seen = tuple(key[place] for place in read)
             if seen not in made:
                 made[seen] = self._effects(number, {slots[place]: key[place] for place in read}, after)
-            for cost, memory, candidate, known in made[seen]:
-                new = tuple(
-                    known.get(slot) if place is None else key[place] for slot, place in zip(after, kept, strict=True)
-                )
-                for each in decisions:
-                    if self.memory is None or each.memory + memory + rest <= self.memory:
-                        _add(
-                            found.setdefault(new, []),
-                            Decision(each.cost + cost, each.memory + memory, candidate, each),
-                            self.memory is not None,
-                        )
-        return self._beam(found)
+            for each in decisions:
+                pairs += [
+                    (each.cost + effect.cost, memory, len(pairs) + place, key, each, effect)
+                    for place, effect in enumerate(made[seen])
+                    if (memory := each.memory + effect.memory) + rest <= limit
+                ]
+        pairs.sort(key=_first_three)  # so that what comes first of those that agree is the cheapest
+        found: dict[Key, list[Decision]] = {}
+        for count, (cost, memory, _, key, before, effect) in enumerate(pairs):
+            new = tuple(
+                effect.known.get(slot) if place is None else key[place] for slot, place in zip(after, kept, strict=True)
+            )
+            same = found.setdefault(new, [])
+            if not same or (self.memory is not None and memory < same[-1].memory):
+                same.append(Decision(cost, memory, effect.candidate, before))
+                kept_ones += 1
+                if kept_ones == BEAM and count < len(pairs) - 1:
+                    self.exact = False
+                    break
+        return found
 
-    def _effects(
-        self, number: int, known: dict[Key, Any], after: list[Key]
-    ) -> list[tuple[int, int, Candidate, dict[Key, Any]]]:
-        """Return cost, memory and what is known afterwards, for the best candidate of each outcome."""
-        best: dict[Key, tuple[int, int, Candidate, dict[Key, Any]]] = {}
+    def _effects(self, number: int, known: dict[Key, Any], after: list[Key]) -> list[Effect]:
+        """Return what the best candidate of each outcome adds."""
+        best: dict[Key, Effect] = {}
         for option in self.options[number]:
             now = dict(known)
             sent, memory = self.charge(number, option, now)
             cost = sent.cost(self.latency) << _WORK_BITS | option.work
             for slot in after:
-                if slot[0] == "moved" and slot in now:
+                if slot[0] == "moved" and now.get(slot):
                     now[slot] = self._useful(number, slot, now[slot])
             outcome = (memory if self.memory is not None else 0, *(now.get(slot) for slot in after))
-            if outcome not in best or (cost, memory) < best[outcome][:2]:
-                best[outcome] = cost, memory, option, now
+            if outcome not in best or (cost, memory) < (best[outcome].cost, best[outcome].memory):
+                best[outcome] = Effect(cost, memory, option, now)
         return list(best.values())
 
     def _useful(self, number: int, slot: Key, moves: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return those of a tensor's moves that a later operator might have to make as well."""
         later = [reader for reader in self._readers[slot] if reader > number]
         return tuple(each for each in moves if any(each in self._targets[reader, slot[1]] for reader in later))
-
-    def _beam(self, states: dict[Key, list[Decision]]) -> dict[Key, list[Decision]]:
-        if sum(map(len, states.values())) <= BEAM:
-            return states
-        self.exact = False
-        pairs = [(key, each) for key, found in states.items() for each in found]
-        kept: dict[Key, list[Decision]] = {}
-        for key, each in sorted(pairs, key=lambda pair: _order(pair[1]))[:BEAM]:
-            kept.setdefault(key, []).append(each)
-        return kept
 
     # what else could have been
 
@@ -266,13 +273,5 @@ def _order(decision: Decision) -> tuple[int, int]:
     return decision.cost, decision.memory
 
 
-def _add(found: list[Decision], new: Decision, keep_smaller: bool) -> None:
-    """Keep the cheapest decision; with a bound on memory, also dearer ones that need less of it."""
-    if not keep_smaller:
-        if not found or _order(new) < _order(found[0]):
-            found[:] = [new]
-        return
-    if any(each.cost <= new.cost and each.memory <= new.memory for each in found):
-        return
-    found[:] = [each for each in found if each.cost < new.cost or each.memory < new.memory]
-    found.append(new)
+def _first_three(pair: tuple[Any, ...]) -> tuple[Any, ...]:
+    return pair[:3]
