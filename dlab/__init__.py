@@ -58,6 +58,8 @@ _HOME = {
     "Mesh": "mesh",
     "Layout": "layout",
     "AutoParallel": "sharding.parallel",
+    "no_init_parameters": "sharding.initial",
+    "parameter": "sharding.initial",
     "megatron_layouts": "sharding.megatron",
     "redistribution": "sharding.plan",
     "slice_table": "sharding.slices",
@@ -123,6 +125,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.processes.worker.tracing import watch
     from dlab.reduction import all_gather, all_to_all, allreduce, average_gradients, reduce_scatter, shared_empty
     from dlab.rehearsal import rehearse
+    from dlab.sharding.initial import no_init_parameters, parameter
     from dlab.sharding.megatron import megatron_layouts
     from dlab.sharding.parallel import AutoParallel
     from dlab.sharding.plan import redistribution

@@ -6,8 +6,10 @@ old one in one atomic step. A process that dies before leaves the old checkpoint
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -139,6 +141,37 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
+def copy_plain(source: torch.Tensor, box: tuple[slice, ...], target: torch.Tensor) -> None:
+    """Copy a part of a tensor."""
+    target.copy_(source[box])
+
+
+def copy_mapped(source: torch.Tensor, box: tuple[slice, ...], target: torch.Tensor) -> None:
+    """Copy a part of a tensor in a mapped file, a few rows at a time, and give the memory of the file back after each.
+
+    Otherwise the system keeps what was read, and what lies beside it, in this process's memory while there is room.
+    Never call it for a tensor in ordinary memory, which would be lost.
+    """
+    if not box:
+        copy_plain(source, box, target)
+        return
+    rows, *rest = box
+    step = max(1, _READ // max(1, source[:1].nbytes))
+    for row in range(rows.start, rows.stop, step):
+        part = source[row : min(row + step, rows.stop)]
+        target[row - rows.start : row - rows.start + len(part)].copy_(part[(slice(None), *rest)])
+        _give_back(part)
+
+
+def _give_back(mapped: torch.Tensor) -> None:
+    """Tell the system that the pages of a mapped file are not needed now; they can be read from it again."""
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    first = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None:
+        size = mapped.data_ptr() + mapped.nbytes - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+
+
 def _digest_of(path: Path) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
@@ -154,5 +187,5 @@ def _saved(path: Path) -> re.Match[str] | None:
 def _remove_others(folder: Path, number: int) -> None:
     """Remove the files of all saves but one."""
     for each in folder.iterdir():
-        if (found := _saved(each)) and int(found[1]) != number:
+        if (found := _saved(each)) and int(found[1]) != number and each.is_file():
             each.unlink(missing_ok=True)

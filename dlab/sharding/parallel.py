@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from dlab.layout import Layout, Placed, replicated
 from dlab.processes.worker.context import transport as transport_of_this_worker
-from dlab.sharding import dropout, rules, saving  # noqa: F401  (they fill the table of rules)
+from dlab.sharding import dropout, loading, rules, saving  # noqa: F401  (they fill the table of rules)
 from dlab.sharding.candidates import LATENCY
 from dlab.sharding.choosing import Choices, Follower, choose_strategies, key_of, trace
 from dlab.sharding.communication import World, redistribute
@@ -347,7 +347,7 @@ class AutoParallel:
         A rank reads its own parts only. A parameter of `no_init_parameters()` that has no layout yet is read when it
         is placed, and so is an optimizer's state for a parameter without a layout; their files stay open.
         """
-        saving.load(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
+        loading.load(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for module, prefix in self._modules():
