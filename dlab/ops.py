@@ -45,8 +45,10 @@ class Operator:
         return type(self).function(*args, **kwargs)
 
     def __repr__(self) -> str:
-        strategy = "" if self.in_strategy is None else f".shard({self.in_strategy!r}, {self.out_strategy!r})"
-        return f"{type(self).__name__}(){strategy}"
+        given = self.in_strategy is not None or self.out_strategy is not None
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        strategy = f".shard({self.in_strategy!r}, {self.out_strategy!r})" if given else ""
+        return f"{type(self).__name__}({settings}){strategy}"
 
 
 class MatMul(Operator):
@@ -100,8 +102,9 @@ class LayerNorm(Operator):
 
     function = staticmethod(F.layer_norm)
 
-    def __init__(self, normalized_shape: tuple[int, ...], eps: float = 1e-5) -> None:
-        super().__init__(normalized_shape=tuple(normalized_shape), eps=eps)
+    def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        super().__init__(normalized_shape=shape, eps=eps)
 
     def __call__(self, x: Any, weight: Any = None, bias: Any = None) -> Any:
         return super().__call__(x, weight=weight, bias=bias)
@@ -157,10 +160,10 @@ def shard(function: Any, in_strategy: tuple[Any, ...] | None = None, out_strateg
     """
     if isinstance(function, Operator):
         return function.shard(in_strategy, out_strategy)
-    if function not in RULES:
+    if not callable(function) or function not in RULES:
         raise ValueError(
             f"dlab does not know how to cut {getattr(function, '__name__', function)!r}: it can cut "
-            f"{', '.join(functions())}"
+            f"{', '.join(functions())}; write it with these, or call it outside of the network"
         )
 
     class Function(Operator):
