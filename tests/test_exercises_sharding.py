@@ -1,6 +1,8 @@
 """The exercises of the lesson on operator parallelism: right answers of any style pass, mistakes are told apart."""
 
 import copy
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -70,7 +72,7 @@ def test_the_strategy_that_sends_nothing(strategy):
         (((1, 2), (4, 1)), "dimension 0 of input 1 is cut into 4, but dimension 1 of input 0"),
         (((1, 1), (1, 16)), "makes 16 parts, which 8 ranks cannot share equally"),
         (((1, 1), (1, 3)), "makes 3 parts"),
-        (((1, 1),), "2 inputs, but the strategy ((1, 1),) has 1 entr"),
+        (((1, 1),), "the strategy ((1, 1),) has 1 entr"),
         (((1, 1), (1, 8.0)), "is not a strategy: give the cuts of x and those of w"),
         ((1, 8), "(1, 8) is not a strategy"),
         ("columns", "'columns' is not a strategy"),
@@ -548,3 +550,34 @@ def test_the_checks_leave_the_random_numbers_alone():
     check_bytes(1, 2)
     check_strategy(((1, 1), (1, 8)))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# ------------------------------------------------------------------------------------------ the notebook
+
+STUBS = {
+    "my_strategy": lambda found: check_strategy(found["my_strategy"]),
+    "forward_bytes": lambda found: check_bytes(found["forward_bytes"], found["backward_bytes"]),
+    "my_table": lambda found: check_slices(found["my_table"]),
+    "class MyRowParallel": lambda found: check_row_parallel(found["MyRowParallel"]),
+}
+
+
+def define(source):
+    names = {"torch": torch, "dlab": dlab}
+    exec("\n".join(line for line in source.splitlines() if not line.startswith("print(")), names)
+    return names
+
+
+def test_the_hidden_solutions_pass_and_the_stubs_do_not():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    shown = "".join("".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", []))
+    (hidden,) = [text for text in sources if "<details>" in text]
+    solutions = re.findall(r"```python\n(.*?)```", hidden, re.DOTALL)
+    assert len(solutions) == len(STUBS)
+    for begins, check in STUBS.items():
+        (solution,) = [text for text in solutions if text.startswith(begins)]
+        assert check(define(solution)).startswith("well done")
+        (stub,) = [text for text in sources if text.startswith(begins)]
+        answer = check(define(stub))
+        assert answer.startswith("not yet") and f"{answer}\n" in shown

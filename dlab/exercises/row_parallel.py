@@ -52,7 +52,7 @@ def check_row_parallel(layer: Any) -> str:
 
 
 @dataclass
-class _Outcome:
+class _LayerOutcome:
     """What a rank has after the forward and backward pass."""
 
     result: Tensor
@@ -94,12 +94,12 @@ class _Layer:
             return str(error) if isinstance(error, _UnusableResult) else f"{who} ended in {describe_error(error)}"
         if made.rehearsal is None:
             return describe_unreturned(name_ranks(made.stuck or list(range(self.ranks))), bool(made.stuck), LIMIT)
-        outcomes: list[_Outcome] = list(made.rehearsal)
+        outcomes: list[_LayerOutcome] = list(made.rehearsal)
         return self._wrong_result(outcomes) or self._wrong_gradient(outcomes) or self._wrong_bytes(outcomes)
 
     # running
 
-    def _work(self, transport: Transport) -> _Outcome:
+    def _work(self, transport: Transport) -> _LayerOutcome:
         with noticing(*OWN) as called:
             try:
                 return self._pass(transport)
@@ -107,7 +107,7 @@ class _Layer:
                 with self._lock:
                     self.own += called
 
-    def _pass(self, transport: Transport) -> _Outcome:
+    def _pass(self, transport: Transport) -> _LayerOutcome:
         sent: list[int] = []
         recorded = Recorder(transport, lambda kind, data: sent.append(data["bytes"]) if kind == MESSAGE else None)
         self.join(recorded)
@@ -126,7 +126,7 @@ class _Layer:
             raise _UnusableResult(
                 "the result has no way back to w: return what MyRowParallel.apply gives, not .detach()"
             )
-        outcome = _Outcome(result.detach().clone(), None, None, "", forward=sum(sent))
+        outcome = _LayerOutcome(result.detach().clone(), None, None, "", forward=sum(sent))
         gradient = self.gradient.clone()
         sent.clear()
         result.backward(gradient)
@@ -138,7 +138,7 @@ class _Layer:
 
     # explaining what is wrong
 
-    def _wrong_result(self, outcomes: list[_Outcome]) -> str | None:
+    def _wrong_result(self, outcomes: list[_LayerOutcome]) -> str | None:
         for rank, outcome in enumerate(outcomes):
             if outcome.changed in ("x", "w"):
                 return (
@@ -157,7 +157,7 @@ class _Layer:
             return f"the result of rank {rank} is not the product x w: forward is x @ w, and then the sum over ranks"
         return None
 
-    def _wrong_gradient(self, outcomes: list[_Outcome]) -> str | None:
+    def _wrong_gradient(self, outcomes: list[_LayerOutcome]) -> str | None:
         wanted = {
             "x": (self.gradient @ self.w.T).chunk(self.ranks, 1),
             "w": (self.x.T @ self.gradient).chunk(self.ranks, 0),
@@ -184,7 +184,7 @@ class _Layer:
                 return f"{begin}: it is {'gradient @ w.T' if name == 'x' else 'x.T @ gradient'}"
         return None
 
-    def _wrong_bytes(self, outcomes: list[_Outcome]) -> str | None:
+    def _wrong_bytes(self, outcomes: list[_LayerOutcome]) -> str | None:
         back, forth = (sum(getattr(each, way) for each in outcomes) for way in ("backward", "forward"))
         least = 2 * (self.ranks - 1) * self.result.nbytes
         if back:

@@ -168,7 +168,7 @@ def _axes(picture: BlockPicture, dim: int) -> str:
 def _note(picture: BlockPicture) -> str:
     layout, partial = picture.placed.layout, picture.placed.partial
     copies = len(next(iter(picture.owners.values())))
-    free = [name for name in layout.names if name not in picture.placed.used and name not in partial]
+    free = [name for name in layout.names if name not in (*picture.placed.used, *partial) and layout.lengths[name] > 1]
     what = "each block is" if prod(picture.grid) > 1 else "it is"
     text = f"{what} on {copies} of {layout.size} ranks"
     text += f": copies along {', '.join(free)}" if free and copies > 1 else ""

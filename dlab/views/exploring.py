@@ -39,7 +39,7 @@ class Explorer:
             if not len(values):
                 raise ValueError(f"{name} has no values to choose from: give a list with at least one")
         self._show, self._extra = show, list[Any]()
-        self._handle = DisplayHandle()
+        self._handle, self._displayed = DisplayHandle(), False
         self._busy = threading.RLock()  # JupyterLab may answer two movements in two threads
         self._controls = {name: _control(name, values) for name, values in options.items()}
         self._buttons = [self._button(name, act) for name, act in buttons.items()]
@@ -98,13 +98,15 @@ class Explorer:
         return {"text/html": f"<div>{inside}</div>", "text/plain": self.text}
 
     def _update(self) -> None:
-        self._handle.update(self._bundle(), raw=True)
+        if self._displayed:
+            self._handle.update(self._bundle(), raw=True)
 
     def _ipython_display_(self) -> None:
         # A program that executes a notebook cannot move a control, and would store one that nothing stands behind.
         if _has_reader():
             display(widgets.HBox([*self._controls.values(), *self._buttons], layout=_ROW))
         self._handle.display(self._bundle(), raw=True)
+        self._displayed = True
 
 
 def _has_reader() -> bool:
@@ -124,7 +126,7 @@ def _control(name: str, values: Sequence[Any]) -> Any:
 
 def _html(thing: Any) -> str:
     make = getattr(thing, "_repr_html_", None)
-    return make() if make else f"<pre>{escape(_written(thing))}</pre>"
+    return make() if make else f"<pre style='font-family:monospace'>{escape(_written(thing))}</pre>"
 
 
 def _written(thing: Any) -> str:
