@@ -70,7 +70,8 @@ class ByHand(nn.Module):
 
     def __init__(self, residual, strategies):
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(12, 24)), nn.Parameter(torch.randn(24, 12))
+        self.first = nn.Parameter(torch.randn(12, 24))
+        self.second = nn.Parameter(torch.randn(24, 12 if residual else 48))
         self.residual = residual
         calls = [torch.matmul, torch.relu, torch.matmul, *[torch.add] * residual]
         self.calls = [dlab.shard(call, *each) for call, each in zip(calls, strategies, strict=True)]
@@ -107,7 +108,7 @@ def explained(residual, strategies, x, ranks):
 def everything():
     """What each combination costs, by ranks, batch and network."""
     found = {}
-    for ranks, batch, residual in [(2, 4, True), (2, 64, True), (2, 4, False), (3, 6, False), (4, 64, False)]:
+    for ranks, batch, residual in [(2, 64, True), (2, 4, False), (3, 6, False), (4, 64, False)]:
         x = torch.randn(batch, 12, requires_grad=residual)
         names = ["matmul", "relu", "matmul", *["add"] * residual]
         costs = [explained(residual, each, x, ranks) for each in product(*(strategies_of(n, ranks) for n in names))]
@@ -137,6 +138,36 @@ def test_with_a_bound_on_memory_no_combination_that_keeps_it_is_better(everythin
             assert told.bytes_per_rank() + LATENCY * len(told.messages) == best
         with pytest.raises(ValueError, match=rf"memory={bound // 1000} bytes per rank.* at least \d+ bytes on each"):
             dlab.AutoParallel(net, parallel_mode="auto", ranks=ranks, memory=bound // 1000).plan(x)
+
+
+class Chain(nn.Module):
+    """Three products of different sizes, and the sum of the result."""
+
+    def __init__(self, strategies):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(*each) for each in ((4, 16), (16, 16), (16, 8)))
+        calls = [*[torch.matmul] * 3, torch.sum]
+        self.calls = [dlab.shard(call, *each) for call, each in zip(calls, strategies, strict=True)]
+
+    def forward(self, x):
+        for call, weight in zip(self.calls, self.weights, strict=False):
+            x = call(x, weight)
+        return self.calls[3](x)
+
+
+def test_a_dearer_beginning_that_leaves_memory_for_the_rest_is_not_forgotten():
+    x, latency, costs = torch.randn(64, 4), 200, []
+    for strategies in product(*([list(strategies_of("matmul", 2))] * 3), strategies_of("sum", 2)):
+        try:
+            told = dlab.AutoParallel(Chain(strategies), ranks=2).explain(x)
+        except ValueError:
+            continue
+        costs.append((told.bytes_per_rank() + latency * len(told.messages), 2 * told.parameter_bytes))
+    for bound in sorted({memory for _, memory in costs}):
+        par = dlab.AutoParallel(Chain([(None,)] * 4), "auto", ranks=2, memory=bound, latency=latency)
+        told = par.explain(x)
+        best = min(cost for cost, memory in costs if memory <= bound)
+        assert told.bytes_per_rank() + latency * len(told.messages) == best
 
 
 def test_the_least_memory_that_the_error_names_is_enough():

@@ -386,7 +386,8 @@ class AutoParallel:
         """Return the strategies that mode `auto` chooses for these inputs, with the next best of each operator.
 
         They send the fewest bytes per rank, forward and backward, that `memory` allows: `choose_strategies` says what
-        counts. Nothing is sent; every rank comes to the same choice. A strategy given by hand stays.
+        counts. Products are divided among all ranks, where their dimensions allow it. Nothing is sent; every rank comes
+        to the same choice. A strategy given by hand stays.
         """
         if self.mode != "auto":
             raise ValueError(f"parallel_mode={self.mode!r} leaves nothing to choose: use parallel_mode='auto'")

@@ -52,7 +52,11 @@ class Effect:
 
 @dataclass
 class Search:
-    """The operators of a network with their candidates, and what their tensors cost on the way between them."""
+    """The operators of a network with their candidates, and what their tensors cost on the way between them.
+
+    An operator has at most `MOST` candidates, and at most `BEAM` partial decisions go on after it, so that the work
+    grows with the number of operators alone. Where neither bound is reached, nothing is better (`exact`).
+    """
 
     nodes: Sequence[Node]
     ranks: int
