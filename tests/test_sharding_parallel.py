@@ -329,7 +329,21 @@ def test_training_on_processes_equals_one_process(cluster, name, call, made):
         assert all(torch.allclose(weights[key], each, atol=1e-12) for key, each in plain.named_parameters())
 
 
-def test_weights_that_are_changed_by_hand_inside_of_a_step():
+class Tied(nn.Module):
+    """One weight for two operators that cut it differently, so that one of them has to move it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.one, self.two = dlab.ops.MatMul().shard(COLUMN), dlab.ops.MatMul().shard(ROW)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x, self.weight)), self.weight)
+
+
+@pytest.mark.parametrize("make_net", [Cut, Tied])
+@pytest.mark.parametrize("behind_the_back", [False, True])
+def test_weights_that_are_changed_by_hand_inside_of_a_step(make_net, behind_the_back):
     """Plain gradient descent with a penalty, without any optimizer; two steps in one call."""
 
     def make(net):
@@ -339,13 +353,16 @@ def test_weights_that_are_changed_by_hand_inside_of_a_step():
                 loss.backward()
                 with torch.no_grad():
                     for each in net.parameters():
-                        each -= 0.1 * each.grad
+                        if behind_the_back:
+                            each.data.sub_(0.1 * each.grad)  # autograd does not notice
+                        else:
+                            each -= 0.1 * each.grad
                         each.grad = None
             return loss
 
         return step
 
-    net, x = Cut(), torch.randn(8, 8)
+    net, x = make_net(), torch.randn(8, 8)
     plain = copy.deepcopy(net)
     loss = make(plain)(x).item()
 
