@@ -24,7 +24,7 @@ def explore(show: Show, buttons: Mapping[str, Show] | None = None, **options: Se
 
     An argument has a list of values, and begins with the first one: a slider for numbers, a drop-down list for others.
     `show` returns a text, a table, a picture, or a list of these; an error that it raises is shown in its place. A
-    button calls its function with the chosen values, and shows what that returns below the rest.
+    button calls its function with the chosen values, and shows what that returns above the rest.
 
     >>> explore(lambda n, power: f"{n} ** {power} = {n**power}", n=[2, 3, 5], power=[1, 2, 3])
     """
@@ -55,7 +55,7 @@ class Explorer:
     @property
     def text(self) -> str:
         """What is shown, as text."""
-        return "\n".join(_written(each) for each in [self._caption, *self._content, *self._extra])
+        return "\n".join(_written(each) for each in [self._caption, *self._extra, *self._content])
 
     def choose(self, **values: Any) -> None:
         """Move controls, as a hand does."""
@@ -94,7 +94,7 @@ class Explorer:
         return list(found) if type(found) in (list, tuple) else [found]
 
     def _bundle(self) -> dict[str, str]:
-        inside = "".join(f"<div>{_html(each)}</div>" for each in [self._caption, *self._content, *self._extra])
+        inside = "".join(f"<div>{_html(each)}</div>" for each in [self._caption, *self._extra, *self._content])
         return {"text/html": f"<div>{inside}</div>", "text/plain": self.text}
 
     def _update(self) -> None:
