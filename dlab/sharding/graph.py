@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from dlab.layout import Placed
+from dlab.sharding.home import Home
 from dlab.sharding.operation import Operation, Strategy
-from dlab.sharding.tensor import Home, ShardedTensor, state
+from dlab.sharding.tensor import ShardedTensor, state
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -15,10 +15,10 @@ import torch
 from dlab.sharding import folders
 from dlab.sharding.communication import World
 from dlab.sharding.folders import together
+from dlab.sharding.home import Home
 from dlab.sharding.initial import Postponed
 from dlab.sharding.recipe import Box, Recipe, overlap, shifted
 from dlab.sharding.saving import groups_of, state_name, transport_of
-from dlab.sharding.tensor import Home
 
 
 class Stored:

@@ -3,116 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from dlab.layout import Layout, Placed, replicated
 from dlab.processes.worker.context import transport as transport_of_this_worker
 from dlab.sharding import dropout, loading, rules, saving  # noqa: F401  (they fill the table of rules)
 from dlab.sharding.candidates import LATENCY
+from dlab.sharding.checking import compare_with_one_process
 from dlab.sharding.choosing import Choices, Follower, choose_strategies, key_of, trace
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.explanation import Explanation
-from dlab.sharding.initial import put
+from dlab.sharding.home import CUT, Home
+from dlab.sharding.parameters import ParameterMode
 from dlab.sharding.plan import PLANNERS
-from dlab.sharding.tensor import (
-    _ANSWERS,
-    RULES,
-    Home,
-    ShardedTensor,
-    _cut,
-    _getter,
-    _plain,
-    _to,
-    call,
-    cut_state,
-    move,
-    state,
-    working,
-)
+from dlab.sharding.tensor import _ANSWERS, ShardedTensor, _to, state, tensors_in, whole_of, working
 from dlab.transports import Transport
 
 MODES = ("semi_auto", "auto", "data_parallel", "stand_alone")
-_SHAPES: dict[Any, Callable[..., Any]] = {
-    _getter("shape"): lambda shape: torch.Size(shape),
-    torch.Tensor.size: lambda shape, dim=None: torch.Size(shape) if dim is None else shape[dim],
-    torch.Tensor.numel: lambda shape: torch.Size(shape).numel(),
-}
 
 
 class Planned(BaseException):
     """Ends the planning of a training step after its backward pass: an optimizer must not step on a plan."""
-
-
-class _ParameterMode(TorchFunctionMode):
-    """Sees functions of parameters alone, such as `weight.t()`, which no sharded tensor takes part in."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if state.aside or not args:
-            return func(*args, **kwargs)
-        home = state.homes.get(id(args[0])) if isinstance(args[0], nn.Parameter) else None
-        if home is not None and home.placed is not None and func in _SHAPES:
-            return _SHAPES[func](home.shape, *args[1:], **kwargs)
-        if func in RULES and any(isinstance(each, nn.Parameter) and id(each) in state.homes for each in args):
-            with torch._C.DisableTorchFunctionSubclass():
-                return call(func, args, kwargs)
-        if func not in _LOCAL:
-            _refuse_parts(func, args)
-        return func(*args, **kwargs)
-
-
-# what may be done with this rank's part of a parameter, as an optimizer or a loop does
-_LOCAL = {
-    *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"),
-    *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.startswith("__i") and name != "__invert__"),
-    *(torch.Tensor.__hash__, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim),
-    *(torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__, torch.Tensor.register_hook),
-    *(torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.is_grad_enabled, torch.set_grad_enabled),
-    torch.Tensor.register_post_accumulate_grad_hook,
-}
-
-
-def _refuse_parts(func: Any, args: Any) -> None:
-    """Raise an error if a function that dlab cannot cut would see a part of a parameter, or of its gradient, as all."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):  # an attribute such as `weight.grad`
-        return
-    known = dict(state.homes)
-    if "norm" in name:  # as in the clipping of gradients
-        known |= {id(home.parameter.grad): home for home in known.values() if home.parameter.grad is not None}
-    for each in (value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))):
-        home = known.get(id(each)) if isinstance(each, torch.Tensor) else None
-        if home is not None and home.placed is not None and home.placed.used:
-            raise NotImplementedError(
-                f"dlab does not know how to cut {name!r}, and {home.name} is cut, {home.placed}: call it outside of "
-                "the network that AutoParallel wraps, on par.whole(), or write it with functions that dlab can cut"
-            )
-
-
-def _aside(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    state.aside = True
-    cut_state(optimizer)
-
-
-def _back(*_: Any) -> None:
-    state.aside = False
-    if state.world is not None:
-        state.moved.clear()  # copies of weights that have just changed
-
-
-register_optimizer_step_pre_hook(_aside)
-register_optimizer_step_post_hook(_back)
 
 
 class AutoParallel:
@@ -254,7 +171,7 @@ class AutoParallel:
             return self.net(*args, **kwargs)
         with self._working(self.world):
             result = self._run(self.world, args, kwargs)
-            return tree_map(_whole, result)
+            return tree_map(whole_of, result)
 
     def _run(self, world: World, args: Any, kwargs: Any) -> Any:
         if self.mode != "auto" or world.size == 1:
@@ -267,7 +184,7 @@ class AutoParallel:
 
     def _call(self, shard: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(shard, args), tree_map(shard, kwargs)
-        with _ParameterMode():
+        with ParameterMode():
             return self.net(*args, **kwargs)
 
     def _working(self, world: World) -> Any:
@@ -301,8 +218,8 @@ class AutoParallel:
         for home in self._homes.values():
             copied = copy.copy(home)
             copied.parameter = memo.get(id(home.parameter), home.parameter)
-            if home.parameter in _cut:
-                _cut[copied.parameter] = _cut[home.parameter]
+            if home.parameter in CUT:
+                CUT[copied.parameter] = CUT[home.parameter]
             made._homes[id(copied.parameter)] = copied
         return made
 
@@ -369,8 +286,8 @@ class AutoParallel:
         try:
             with self._working(world):
                 try:
-                    result = tree_map(_whole, self._run(world, inputs, {}))
-                    results = [each for each in _tensors(result) if each.requires_grad]
+                    result = tree_map(whole_of, self._run(world, inputs, {}))
+                    results = [each for each in tensors_in(result) if each.requires_grad]
                     if backward and results:
                         torch.stack([each.sum() for each in results]).sum().backward()
                 except Planned:
@@ -408,7 +325,7 @@ class AutoParallel:
 
     def _trial(self, shard: Callable[[Any], Any], args: Any, kwargs: Any) -> None:
         try:
-            tree_map(_whole, self._call(shard, args, kwargs))
+            tree_map(whole_of, self._call(shard, args, kwargs))
         except Planned:
             pass
 
@@ -420,128 +337,7 @@ class AutoParallel:
         Raises an error that names the first operator, on the way back, whose gradient differs. The gradients of the
         parameters stay as they are.
         """
-        kept = {home.name: home.parameter.grad for home in self._homes.values()}
-        for home in self._homes.values():
-            home.parameter.grad = None
-        try:
-            random = torch.get_rng_state()  # for dropout
-            given, whole = tree_map(_leaf, inputs), tree_map(_leaf, self._whole_batch(inputs))
-            cut, cut_gradients = self._traced(self.world, given)
-            mine = self.whole(grad=True) | _gradients_of_inputs(self._whole_batch(given, grad=True))
-            alone = self._unsharded()
-            torch.set_rng_state(random)
-            one, one_gradients = alone._traced(alone.world, whole)
-            truth = alone.whole(grad=True) | _gradients_of_inputs([each.grad for each in _tensors(whole)])
-            _compare(cut, one, cut_gradients, one_gradients, mine, truth, tolerance)
-        finally:
-            for home in self._homes.values():
-                home.parameter.grad = kept[home.name]
-        return f"the results and gradients of {len(one)} operators equal those of one process, to {tolerance:g}"
-
-    def _whole_batch(self, inputs: Any, grad: bool = False) -> Any:
-        """Return inputs, or a list of their gradients, whole, where each rank has brought a part of the batch."""
-
-        def join(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not cut or not value.dim():
-                return value
-            layout = Layout((self.world.size,), ("dp",))
-            placed = Placed(layout, (("dp",), *((),) * (value.dim() - 1)))
-            shape = (value.shape[0] * self.world.size, *value.shape[1:])
-            return redistribute(value.detach(), placed, replicated(layout, value.dim()), shape, self.world)
-
-        cut = self.dataset_strategy == "data_parallel" and self.world.size > 1
-        return tree_map(join, [each.grad for each in _tensors(inputs)] if grad else inputs)
-
-    def _unsharded(self) -> AutoParallel:
-        weights = self.whole()
-        if not isinstance(self.net, nn.Module):
-            raise ValueError(
-                "check compares networks: wrap the nn.Module itself, not the training step, and check that"
-            )
-        net = copy.deepcopy(self.net)
-        for name, parameter in net.named_parameters():
-            put(parameter, weights[name])  # type: ignore[arg-type]
-            parameter.grad = None
-        from dlab.transports.threads import ThreadTransport, ThreadWorld
-
-        return AutoParallel(net, transport=ThreadTransport(ThreadWorld(1), 0))
-
-    def _traced(self, world: World, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Run forward and backward; return each operator's whole result, and the whole gradient of it."""
-        world.outputs = []
-        try:
-            with self._working(world):
-                results = _tensors(tree_map(_whole, self._run(world, inputs, {})))
-                made, world.outputs = world.outputs, None
-                with torch._C.DisableTorchFunctionSubclass():  # of the very tensor that the next operator has used
-                    for _, each in made:
-                        if each.requires_grad:
-                            each.retain_grad()
-                if any(each.requires_grad for each in results):
-                    torch.stack([each.sum() for each in results if each.requires_grad]).sum().backward()
-                with torch.no_grad():
-                    wholes = [(f"{number} {name}", each.whole()) for number, (name, each) in enumerate(made, 1)]
-                    gradients = [_gradient(each) for _, each in made]
-        finally:
-            world.outputs = None
-        return wholes, gradients
-
-
-def _gradient(tensor: ShardedTensor) -> torch.Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient = tensor.grad
-    if gradient is None:
-        return None
-    placed = Placed(tensor.placed.layout, tensor.placed.dims)  # the gradient of a partial sum is whole
-    return ShardedTensor.of(_plain(gradient), placed, tensor.whole_shape).whole()
-
-
-def _compare(
-    cut: list[Any],
-    one: list[Any],
-    cut_gradients: list[Any],
-    one_gradients: list[Any],
-    mine: Any,
-    truth: Any,
-    tolerance: float,
-) -> None:
-    for (name, value), (_, right) in zip(cut, one, strict=True):
-        if not torch.allclose(value, right, rtol=tolerance, atol=tolerance):
-            off = (value - right).abs().max()
-            raise AssertionError(f"the result of {name} differs from that of one process by up to {off:.3g}")
-    for (name, _), value, right in reversed(list(zip(one, cut_gradients, one_gradients, strict=True))):
-        if (value is None) != (right is None) or (
-            value is not None and not torch.allclose(value, right, rtol=tolerance, atol=tolerance)
-        ):
-            raise AssertionError(
-                f"the gradient of the result of {name} differs from that of one process, although all results are "
-                "right: look at the communication between it and the operators that use it"
-            )
-    for name, right in truth.items():
-        if right is not None and not torch.allclose(mine[name], right, rtol=tolerance, atol=tolerance):
-            raise AssertionError(f"the gradient of {name} differs from that of one process")
-
-
-def _leaf(value: Any) -> Any:
-    """Return a tensor with a gradient of its own."""
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _gradients_of_inputs(gradients: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    return {f"input {number}": each for number, each in enumerate(gradients)}
-
-
-def _whole(value: Any) -> Any:
-    home = state.homes.get(id(value)) if isinstance(value, nn.Parameter) else None
-    if home is not None and home.placed is not None and home.placed.used:
-        return move(value, replicated(home.placed.layout, len(home.shape)), (), "the result", home)
-    return value.whole() if isinstance(value, ShardedTensor) else value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
-    return found
+        return compare_with_one_process(self, inputs, tolerance)
 
 
 def _backward(self: ShardedTensor, *args: Any, **kwargs: Any) -> None:

@@ -16,9 +16,9 @@ import torch
 from dlab.sharding import folders
 from dlab.sharding.communication import World
 from dlab.sharding.folders import together
+from dlab.sharding.home import Home, cut_state
 from dlab.sharding.initial import Postponed, part_of
 from dlab.sharding.recipe import Box
-from dlab.sharding.tensor import Home, cut_state
 from dlab.transports import Transport
 
 

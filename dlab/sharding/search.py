@@ -14,7 +14,7 @@ from typing import Any
 from dlab.layout import Placed, replicated
 from dlab.sharding.candidates import LATENCY, Candidate, Traffic, candidates, canonical, traffic
 from dlab.sharding.graph import Node, Operand
-from dlab.sharding.tensor import Home
+from dlab.sharding.home import Home
 
 BEAM = 200  # partial decisions that are kept after each operator; of more, the cheapest
 _WORK_BITS = 50  # of a cost, the lowest: work per rank decides only where communication is equal

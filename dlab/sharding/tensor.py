@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_map
 
 from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
-from dlab.sharding.initial import Postponed, part_of, put
+from dlab.sharding.home import Home
 from dlab.sharding.operation import Operation, Resolved, Strategy, by_following, by_strategy, lengths_of, resolve
 
 
@@ -37,67 +37,12 @@ class State(threading.local):
     aside = False  # an optimizer works on this rank's own parts
     homes: dict[int, Home]
     moved: dict[Any, Any]
-    names: dict[int, str]
     found: Resolved | None = None  # what is known of the call that is computed now
     wanted: Placed | None = None  # where the layer that runs now must leave its result
     free = True  # whether an operator on whole inputs may choose to be data parallel
     planner = "rules"
     chooser: Chooser | None = None  # who chooses the strategies, in mode `auto`
     mode = "semi_auto"
-
-
-_cut = WeakIdKeyDictionary()  # the layout, whole shape and slices of parameters of which this process holds a part
-_times_cut: list[None] = []  # its length grows with each
-
-
-def cut_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut the state that an optimizer has had since before its parameters were cut, such as momentum."""
-    if vars(optimizer).get("times_cut") == len(_times_cut):
-        return
-    for parameter, entries in optimizer.state.items():
-        if (known := _cut.get(parameter)) is not None:
-            _, shape, slices = known
-            for value in entries.values():
-                whole = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
-                if whole and (isinstance(value, Postponed) or tuple(parameter.shape) != shape):
-                    put(value, part_of(value, slices))
-    vars(optimizer)["times_cut"] = len(_times_cut)
-
-
-class Home:
-    """Where a parameter lives: its layout, whole shape, and what stands for it while nothing runs but a plan."""
-
-    def __init__(self, parameter: nn.Parameter, name: str) -> None:
-        self.parameter, self.name, self.shape = parameter, name, tuple(parameter.shape)
-        self.placed: Placed | None = None
-        self.fixed = False
-        self.adopt()
-
-    def adopt(self) -> None:
-        """Learn how another `AutoParallel` of this process has cut the parameter, if one has."""
-        if self.placed is None and (known := _cut.get(self.parameter)) is not None:
-            self.placed, self.shape, _ = known
-
-    def settle(self, placed: Placed, rank: int) -> None:
-        """Keep only this rank's part; the parameter stays the same object, for optimizers that know it."""
-        if (known := _cut.get(self.parameter)) is not None and known[0].used:
-            raise ValueError(
-                f"{self.name} is cut already, {known[0]}, by another AutoParallel of the same network: make it "
-                "anew, or use one AutoParallel for both"
-            )
-        self.placed = placed
-        slices = placed.slices_of(rank, self.shape)
-        with torch.no_grad():
-            gradient, self.parameter.grad = self.parameter.grad, None
-            if placed.used or isinstance(self.parameter, Postponed):
-                put(self.parameter, part_of(self.parameter, slices))
-            self.parameter.grad = None if gradient is None else part_of(gradient, slices)
-        _cut[self.parameter] = placed, self.shape, slices  # only now: what has a weak reference cannot be made in place
-        _times_cut.append(None)
-
-    def value(self) -> torch.Tensor:
-        """Return what this rank holds of the parameter; one that has not been made or placed is made whole for it."""
-        return part_of(self.parameter) if isinstance(self.parameter, Postponed) else self.parameter.detach()
 
 
 state = State()
@@ -415,3 +360,18 @@ def working(world: World, homes: dict[int, Home], free: bool, planner: str, mode
     finally:
         state.world, state.homes, state.moved, state.free, state.planner = before
         state.wanted, state.mode = None, "semi_auto"
+
+
+def whole_of(value: Any) -> Any:
+    """Return a sharded tensor, or a parameter of which this rank holds a part, whole; anything else as it is."""
+    home = state.homes.get(id(value)) if isinstance(value, nn.Parameter) else None
+    if home is not None and home.placed is not None and home.placed.used:
+        return move(value, replicated(home.placed.layout, len(home.shape)), (), "the result", home)
+    return value.whole() if isinstance(value, ShardedTensor) else value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, such as a tuple or a dict of them."""
+    found: list[torch.Tensor] = []
+    tree_map(lambda each: found.append(each) if isinstance(each, torch.Tensor) else None, value)
+    return found
