@@ -345,6 +345,7 @@ CONTRACT = ops.MatMul().shard(((1, 2), (2, 1)))
         ("sort", lambda w, x: torch.sort(ROWS(x, w[0]))),
         ("norm", lambda w, x: CONTRACT(x, w[0]) / w[0].norm()),  # of a weight of which each rank holds a part
         ("stack", lambda w, x: CONTRACT(x, w[0]) + torch.stack([w[0], w[0]]).sum()),
+        ("var", lambda w, x: CONTRACT(x, w[0]) + torch.var(input=w[0])),
     ],
 )
 def test_a_function_that_dlab_does_not_know_is_refused_by_name(name, body):

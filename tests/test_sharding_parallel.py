@@ -171,6 +171,14 @@ def test_one_weight_in_two_operators_that_cut_it_differently():
     check_on_threads(plain, cut, [torch.randn(8, 8)], ranks=4, passes=2)
 
 
+def test_a_weight_without_its_gradient():
+    """What a detached weight adds is that of the whole, not of this rank's part."""
+    columns = dlab.ops.MatMul().shard(COLUMN)
+    plain = Net(lambda w, x: x @ w[0] + w[0].detach().sum() * torch.square(w[0].detach()), torch.randn(8, 8))
+    cut = Net(lambda w, x: columns(x, w[0]) + w[0].detach().sum() * torch.square(w[0].detach()), torch.randn(8, 8))
+    check_on_threads(plain, cut, [torch.randn(8, 8)], ranks=4, passes=2)
+
+
 def test_a_parameter_among_the_results_is_whole():
     columns = dlab.ops.MatMul().shard(COLUMN)
     plain = Net(lambda w, x: (x @ w[0], w[0]), torch.randn(8, 8))
