@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from dlab.sharding import rules  # noqa: F401  (fills the table of rules)
-from dlab.sharding.tensor import RULES, call, functions, state
+from dlab.sharding.state import state
+from dlab.sharding.tensor import RULES, call, functions
 
 
 class Operator:

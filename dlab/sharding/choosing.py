@@ -17,7 +17,8 @@ from dlab.sharding.communication import World
 from dlab.sharding.graph import Node, Tracer
 from dlab.sharding.operation import Operation
 from dlab.sharding.search import Search, parameter_memory
-from dlab.sharding.tensor import Home, ShardedTensor, state, working
+from dlab.sharding.state import state, working
+from dlab.sharding.tensor import Home, ShardedTensor
 
 
 @dataclass

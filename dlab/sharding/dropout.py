@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from dlab.sharding.operation import Operation
-from dlab.sharding.tensor import RULES, ShardedTensor, state
+from dlab.sharding.state import state
+from dlab.sharding.tensor import RULES, ShardedTensor
 
 
 def dropout(x: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Operation:

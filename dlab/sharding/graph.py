@@ -10,7 +10,8 @@ import torch
 from dlab.layout import Placed
 from dlab.sharding.home import Home
 from dlab.sharding.operation import Operation, Strategy
-from dlab.sharding.tensor import ShardedTensor, state
+from dlab.sharding.state import state
+from dlab.sharding.tensor import ShardedTensor
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -22,7 +22,8 @@ from dlab.sharding.explanation import Explanation
 from dlab.sharding.home import CUT, Home
 from dlab.sharding.parameters import ParameterMode
 from dlab.sharding.plan import PLANNERS
-from dlab.sharding.tensor import _ANSWERS, ShardedTensor, _to, state, tensors_in, whole_of, working
+from dlab.sharding.state import state, working
+from dlab.sharding.tensor import _ANSWERS, ShardedTensor, _to, tensors_in, whole_of
 from dlab.transports import Transport
 
 MODES = ("semi_auto", "auto", "data_parallel", "stand_alone")

@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from dlab.sharding.home import cut_state
-from dlab.sharding.tensor import RULES, _getter, call, state
+from dlab.sharding.state import state
+from dlab.sharding.tensor import RULES, _getter, call
 
 _SHAPES: dict[Any, Callable[..., Any]] = {
     _getter("shape"): lambda shape: torch.Size(shape),
@@ -45,7 +46,7 @@ _LOCAL = {
     *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and name[0] != "_"),
     *(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.startswith("__i") and name != "__invert__"),
     *(torch.Tensor.__hash__, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim),
-    *(torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__, torch.Tensor.register_hook),
+    *(torch.Tensor.element_size, torch.Tensor.__repr__, torch.Tensor.register_hook),
     *(torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.is_grad_enabled, torch.set_grad_enabled),
     torch.Tensor.register_post_accumulate_grad_hook,
 }

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from dlab.sharding import reshaping  # noqa: F401  (fills the table of rules)
 from dlab.sharding.operation import UNCUT, Operation
+from dlab.sharding.state import state
 from dlab.sharding.subscripts import broadcast, dim_of, is_tensor, rule, shape_of, subscripts_of
-from dlab.sharding.tensor import ShardedTensor, state
+from dlab.sharding.tensor import ShardedTensor
 
 # products
 
@@ -74,7 +75,7 @@ def attention(
 # numbers one by one
 
 
-_LINEAR = {torch.neg}  # may be applied to the parts of a sum
+_LINEAR = {torch.neg, torch.detach}  # may be applied to the parts of a sum
 
 
 def _unary(function: Any) -> Callable[..., Operation]:
@@ -110,6 +111,7 @@ for _functions in (
     (torch.rsqrt, torch.Tensor.rsqrt),
     (torch.reciprocal, torch.Tensor.reciprocal),
     (torch.clamp, torch.Tensor.clamp),
+    (torch.detach, torch.Tensor.detach),
     (torch.zeros_like,),
     (torch.ones_like,),
 ):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from dlab.sharding.operation import UNCUT, Operation
-from dlab.sharding.tensor import RULES, ShardedTensor, state
+from dlab.sharding.state import state
+from dlab.sharding.tensor import RULES, ShardedTensor
 
 
 def rule(*functions: Any) -> Callable[[Callable[..., Operation]], Callable[..., Operation]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,37 +13,8 @@ from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.home import Home
 from dlab.sharding.operation import Operation, Resolved, Strategy, by_following, by_strategy, lengths_of, resolve
+from dlab.sharding.state import state
 
-
-class Chooser(Protocol):
-    """Gives operators their strategies, and hears of their results."""
-
-    def choose(self, operation: Operation, shapes: Any, strategy: Any, out: Any) -> tuple[Any, Any]:
-        """Return `in_strategy` and `out_strategy` for an operator that was given these by hand, or None."""
-
-    def made(self, tensor: ShardedTensor) -> None:
-        """Hear of the result of the operator that was asked for last."""
-
-    def whole(self, tensor: ShardedTensor) -> None:
-        """Hear of a tensor that is made whole."""
-
-
-class State(threading.local):
-    """What a rank's own thread is doing; ranks of a rehearsal are threads of one process."""
-
-    world: World | None = None
-    aside = False  # an optimizer works on this rank's own parts
-    homes: dict[int, Home]
-    moved: dict[Any, Any]
-    found: Resolved | None = None  # what is known of the call that is computed now
-    wanted: Placed | None = None  # where the layer that runs now must leave its result
-    free = True  # whether an operator on whole inputs may choose to be data parallel
-    planner = "rules"
-    chooser: Chooser | None = None  # who chooses the strategies, in mode `auto`
-    mode = "semi_auto"
-
-
-state = State()
 Rule = Callable[..., Operation]
 RULES: dict[Any, Rule] = {}  # by the torch function; filled by `rules`
 
@@ -347,19 +316,6 @@ def stand_in(home: Home, placed: Placed) -> torch.Tensor:
         part = torch.empty(placed.local_shape(home.shape), dtype=like.dtype, device="meta")
         state.moved[key] = part.requires_grad_(like.requires_grad)
     return state.moved[key]
-
-
-@contextmanager
-def working(world: World, homes: dict[int, Home], free: bool, planner: str, mode: str = "semi_auto") -> Iterator[None]:
-    """Let this thread's operators be cut over a world's ranks."""
-    before = state.world, getattr(state, "homes", {}), getattr(state, "moved", {}), state.free, state.planner
-    state.world, state.homes, state.moved, state.free, state.planner = world, homes, {}, free, planner
-    state.mode = mode
-    try:
-        yield
-    finally:
-        state.world, state.homes, state.moved, state.free, state.planner = before
-        state.wanted, state.mode = None, "semi_auto"
 
 
 def whole_of(value: Any) -> Any:
