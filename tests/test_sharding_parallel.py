@@ -403,6 +403,29 @@ def test_clipping_by_the_norm_of_a_part_is_refused():
 # more than one
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_gradients_are_clipped_by_the_norm_of_the_whole(ranks, max_norm):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    x = torch.randn(12, 8, dtype=torch.float64)
+    plain = copy.deepcopy(net)
+    plain(x).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    layout = dlab.Layout((ranks,), ("tp",))
+    cut = {"0.weight": layout("tp", None), "0.bias": layout("tp"), "2.weight": layout(None, "tp")}  # one bias is copied
+
+    def work(transport):
+        par = dlab.AutoParallel(copy.deepcopy(net), transport=transport, layouts=cut)
+        par(x).square().sum().backward()
+        return par.clip_gradients(max_norm), par.whole(grad=True)
+
+    for found, gradients in dlab.rehearse(work, ranks=ranks):
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_two_networks_in_one_process():
     first, second, x = Cut(), Cut(((2, 2), (2, 1))), torch.randn(8, 8)
 

@@ -17,9 +17,11 @@ from dlab.sharding import dropout, loading, rules, saving  # noqa: F401  (they f
 from dlab.sharding.candidates import LATENCY
 from dlab.sharding.checking import compare_with_one_process
 from dlab.sharding.choosing import Choices, Follower, choose_strategies, key_of, trace
+from dlab.sharding.clipping import clip_gradients
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.explanation import Explanation
 from dlab.sharding.home import CUT, Home
+from dlab.sharding.networks import buffers_in, networks_in
 from dlab.sharding.parameters import ParameterMode
 from dlab.sharding.plan import PLANNERS
 from dlab.sharding.state import state, working
@@ -76,7 +78,7 @@ class AutoParallel:
         else:  # for a plan alone: no rank need be there
             self.world = World(ranks)
         self._homes: dict[int, Home] = {}
-        for module, prefix in self._modules():
+        for module, prefix in networks_in(self.net):
             for name, parameter in module.named_parameters(prefix):
                 self._homes.setdefault(id(parameter), Home(parameter, name))
         for home in self._homes.values():
@@ -98,23 +100,6 @@ class AutoParallel:
             )
         if self.mode == "auto" and self._layouts:
             raise ValueError("parallel_mode='auto' chooses the layouts itself: leave out layouts=, or use 'semi_auto'")
-
-    def _modules(self) -> Iterator[tuple[nn.Module, str]]:
-        """The networks that the wrapped thing is, has, or refers to."""
-        if isinstance(self.net, nn.Module):
-            yield self.net, ""
-            return
-        owner = getattr(self.net, "__self__", None)
-        code = getattr(self.net, "__code__", None)
-        cells = getattr(self.net, "__closure__", None) or ()
-        found = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False)) if code else {}
-        found |= (
-            {name: self.net.__globals__[name] for name in code.co_names if name in self.net.__globals__} if code else {}
-        )
-        found |= vars(owner) if hasattr(owner, "__dict__") else {}
-        networks = {name: each for name, each in found.items() if isinstance(each, nn.Module)}
-        for name, each in networks.items():
-            yield each, name if len(networks) > 1 else ""
 
     def _place(self) -> None:
         """Cut the parameters whose layouts are given, and let modules with a layout leave their results in it."""
@@ -139,7 +124,7 @@ class AutoParallel:
                     home.placed = placed
                 elif home.placed is None:
                     home.settle(placed, self.world.rank)
-        for module, prefix in self._modules():
+        for module, prefix in networks_in(self.net):
             for name, each in module.named_modules(prefix=prefix):
                 if name in unknown:
                     each.register_forward_pre_hook(self._want(unknown[name], name))
@@ -227,8 +212,15 @@ class AutoParallel:
     # what ranks hold
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's parts of the parameters, for any optimizer of torch."""
+        """Yield this rank's parts of the parameters, for any optimizer of torch that updates each number by itself."""
         return (home.parameter for home in self._homes.values())
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that the norm of the whole ones is at most `max_norm`; return the norm that they had.
+
+        `clip_grad_norm_` of torch would see the norm of this rank's parts. Every rank must call it.
+        """
+        return clip_gradients(self._homes.values(), self.world, max_norm)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parts of the parameters with their names."""
@@ -257,7 +249,7 @@ class AutoParallel:
         Every rank must call it, with a folder that all hosts share. What was saved there before stays, until all of
         the new files are complete.
         """
-        saving.save(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
+        saving.save(folder, self._homes.values(), self.world, dict(buffers_in(self.net)), optimizer)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load what `save` has saved, in whatever layout and by however many ranks; every rank must call it.
@@ -265,14 +257,7 @@ class AutoParallel:
         A rank reads its own parts only. A parameter of `no_init_parameters()` that has no layout yet is read when it
         is placed, and so is an optimizer's state for a parameter without a layout; their files stay open.
         """
-        loading.load(folder, self._homes.values(), self.world, dict(self._buffers()), optimizer)
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for module, prefix in self._modules():
-            for name, each in module.named_modules(prefix=prefix):
-                for key, buffer in each._buffers.items():
-                    if buffer is not None and key not in each._non_persistent_buffers_set:
-                        yield f"{name}.{key}" if name else key, buffer
+        loading.load(folder, self._homes.values(), self.world, dict(buffers_in(self.net)), optimizer)
 
     # before it runs
 
