@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import os
@@ -20,6 +21,14 @@ def new_file(name: str, nbytes: int) -> int:
 def map_file(file: int, nbytes: int) -> memoryview:
     """Map a file, whose bytes all processes that map it share; it may be closed afterwards."""
     return memoryview(mmap.mmap(file, nbytes))
+
+
+def give_back(address: int, nbytes: int) -> None:
+    """Tell the system that pages of a mapped file on disk are not needed now; they can be read from the file again."""
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    first = address // PAGE * PAGE
+    if advice is not None:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), advice)
 
 
 def host() -> str:

@@ -6,10 +6,8 @@ old one in one atomic step. A process that dies before leaves the old checkpoint
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import mmap
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from dlab.collectives import all_gather
+from dlab.memory.mapping import give_back
 from dlab.transports import Transport
 
 _MANIFEST = "manifest.json"
@@ -160,16 +159,7 @@ def copy_mapped(source: torch.Tensor, box: tuple[slice, ...], target: torch.Tens
     for row in range(rows.start, rows.stop, step):
         part = source[row : min(row + step, rows.stop)]
         target[row - rows.start : row - rows.start + len(part)].copy_(part[(slice(None), *rest)])
-        _give_back(part)
-
-
-def _give_back(mapped: torch.Tensor) -> None:
-    """Tell the system that the pages of a mapped file are not needed now; they can be read from it again."""
-    advice = getattr(mmap, "MADV_DONTNEED", None)
-    first = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    if advice is not None:
-        size = mapped.data_ptr() + mapped.nbytes - first
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+        give_back(part.data_ptr(), part.nbytes)
 
 
 def _digest_of(path: Path) -> str:
