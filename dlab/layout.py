@@ -188,6 +188,9 @@ class Placed:
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one rank's part of a tensor of this shape."""
+        if not isinstance(shape, Sequence) or not all(type(length) is int and length >= 0 for length in shape):
+            given = f"a {type(shape).__name__}" if hasattr(shape, "shape") else repr(shape)
+            raise ValueError(f"a shape is a tuple of whole numbers, such as (32, 784), not {given}")
         if len(shape) != len(self.dims):
             raise ValueError(
                 f"{self} is for a tensor with {_count(len(self.dims), 'dimension')}, but the shape {tuple(shape)} has "
@@ -258,6 +261,16 @@ class Placed:
     def __repr__(self) -> str:
         text = f"{self.layout!r}({', '.join(map(repr, self.entries))})"
         return text + (f".with_partial({', '.join(map(repr, self.partial))})" if self.partial else "")
+
+
+def check_placed(given: Any, what: str) -> None:
+    """Raise an error if something is not the layout of a tensor."""
+    if isinstance(given, Layout):
+        raise ValueError(f"{what} is {given}, which places no tensor yet: call it with an entry for each dimension")
+    if not isinstance(given, Placed):
+        raise ValueError(
+            f"{what} is {given!r}: give a layout with an entry for each dimension, as in layout('tp', None)"
+        )
 
 
 def replicated(layout: Layout, dims: int) -> Placed:

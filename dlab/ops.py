@@ -1,4 +1,4 @@
-"""Operators that take a strategy: as classes, `MatMul().shard(((2, 4), (4, 1)))`, or around any function of torch.
+"""Operators that take a strategy: as classes, `MatMul().shard(((2, 4), (4, 1)))`, or around functions of torch.
 
 A strategy says for each input into how many parts each dimension is cut, or gives its layout. Outside of `AutoParallel`
 an operator computes what the function of torch does. Taught in `07_operator_parallel.ipynb`.
@@ -124,6 +124,9 @@ class ReduceSum(Operator):
 
     def __init__(self, dim: int | tuple[int, ...] | None = None, keepdim: bool = False) -> None:
         super().__init__(dim=dim, keepdim=keepdim)
+
+    def __call__(self, x: Any, dim: int | tuple[int, ...] | None = None) -> Any:
+        return super().__call__(x, **({} if dim is None else {"dim": dim}))
 
 
 class Flatten(Operator):

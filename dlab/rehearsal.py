@@ -24,6 +24,9 @@ class Rehearsal(list[Any]):
 def rehearse(fn: Callable[[Transport], Any], ranks: int = 4) -> Rehearsal:
     """Run `fn(transport)` on `ranks` threads of this process.
 
+    The threads share torch's random numbers: `torch.manual_seed` on one of them changes them for all. Make a network
+    before, and copy it on each rank (`copy.deepcopy(net)`).
+
     A deadlock is noticed at once and raised with the chain of who waits for whom; if a rank fails, its exception is
     raised and the others are stopped.
 

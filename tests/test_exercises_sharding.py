@@ -129,7 +129,7 @@ def test_right_bytes_of_another_type_pass():
 local, w1, w2 = 8 * 320, 784 * 128, 128 * 320
 FORWARD = [
     (2 * local * 4, "it is not 20,480 bytes: an all-reduce over n ranks sends 2(n-1)/n of a tensor, and this is witho"),
-    (3 / 4 * local * 4, "an all-reduce is a reduce-scatter and an all-gather, so count (n-1)/n twice"),
+    (3 / 4 * local * 4, "an all-reduce is a reduce-scatter and an all-gather, so there is a factor of 2"),
     (1.5 * local, "that is how many numbers are sent, and each of them has 4 bytes"),
     (1.5 * 32 * 320 * 4, "that is for whole tensors, and each rank sends of its own part only"),
     (2 * 15 / 16 * local * 4, "that is for a group of all 16 ranks, and each all-reduce is among 4"),
@@ -158,7 +158,7 @@ BACKWARD = [
     (1.5 * w2 * 4, "that has the gradient of w2 alone in it"),
     (2 * w2 * 4, "that has the gradient of w2 alone in it"),
     (2 * (w1 + w2) * 4, "this is without (n-1)/n"),
-    (3 / 4 * (w1 + w2) * 4, "count (n-1)/n twice"),
+    (3 / 4 * (w1 + w2) * 4, "so there is a factor of 2"),
     (1.5 * (w1 + w2), "each of them has 4 bytes"),
     (4 * 1.5 * (w1 + w2) * 4, "that is for whole tensors"),
     (2 * 15 / 16 * (w1 + w2) * 4, "that is for a group of all 16 ranks"),

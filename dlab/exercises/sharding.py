@@ -54,8 +54,8 @@ def check_strategy(strategy: Any) -> str:
     if sent["backward"]:
         return (
             f"not yet: forward nothing is sent, but the rows of x are cut into {rows}. Each rank gets the gradient of "
-            f"w from its own {SAMPLES // rows} samples, and backward the {_written(sent['backward'])}: let all ranks "
-            "see all rows."
+            f"w from its own {SAMPLES // rows} samples, and backward the {_written(sent['backward'])} follows: let all "
+            "ranks see all rows."
         )
     return (
         f"well done: each rank holds {HIDDEN // columns} columns of w and computes as many columns of the result, with "
@@ -157,7 +157,7 @@ class _Sum:
 
 _MISTAKES = {
     "share": "an all-reduce over n ranks sends 2(n-1)/n of a tensor, and this is without (n-1)/n",
-    "twice": "an all-reduce is a reduce-scatter and an all-gather, so count (n-1)/n twice",
+    "twice": "an all-reduce is a reduce-scatter and an all-gather, so there is a factor of 2",
     "real": "that is how many numbers are sent, and each of them has 4 bytes",
     "whole": "that is for whole tensors, and each rank sends of its own part only",
     "ranks": "that is for a group of all 16 ranks, and each all-reduce is among 4",

@@ -7,13 +7,15 @@ A forgotten communication can leave all results right and gradients wrong; only 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from dlab import reduction
 from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.initial import put
@@ -24,25 +26,70 @@ if TYPE_CHECKING:
     from dlab.sharding.parallel import AutoParallel
 
 
-def compare_with_one_process(par: AutoParallel, inputs: Sequence[Any], tolerance: float) -> str:
+def compare_with_one_process(
+    par: AutoParallel, inputs: Sequence[Any], keywords: Mapping[str, Any], tolerance: float | None
+) -> str:
     """Raise an error that names what differs from the same network in one process; every rank must call it."""
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r}: give a share above 0, such as 1e-4, or leave it out")
     kept = {home.name: home.parameter.grad for home in par._homes.values()}
     for home in par._homes.values():
         home.parameter.grad = None
     try:
+        _compare_ranks(par, tensors_in((inputs, keywords)))
         random = torch.get_rng_state()  # for dropout
-        given, whole = tree_map(_leaf, inputs), tree_map(_leaf, _whole_batch(par, inputs))
-        cut, cut_gradients = _traced(par, par.world, given)
+        call = inputs, dict(keywords)
+        given, whole = tree_map(_leaf, call), tree_map(_leaf, _whole_batch(par, call))
+        cut, cut_gradients = _traced(par, par.world, *given)
         mine = par.whole(grad=True) | _gradients_of_inputs(_whole_batch(par, given, grad=True))
         alone = _unsharded(par)
         torch.set_rng_state(random)
-        one, one_gradients = _traced(alone, alone.world, whole)
+        one, one_gradients = _traced(alone, alone.world, *whole)
         truth = alone.whole(grad=True) | _gradients_of_inputs([each.grad for each in tensors_in(whole)])
         _compare(cut, one, cut_gradients, one_gradients, mine, truth, tolerance)
     finally:
         for home in par._homes.values():
             home.parameter.grad = kept[home.name]
-    return f"the results and gradients of {len(one)} operators equal those of one process, to {tolerance:g}"
+    count = "1 operator equal" if len(one) == 1 else f"{len(one)} operators equal"
+    share = _tolerance(one[0][1], tolerance) if one else tolerance or 0.0
+    return f"the results and gradients of {count} those of one process, to {share:g} of the largest number of each"
+
+
+# what ranks were given
+
+
+def _compare_ranks(par: AutoParallel, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise an error if a rank was given another batch than rank 0, or holds other copies of a weight."""
+    world = par.world
+    if world.size == 1 or world.transport is None:
+        return
+    for each in par._homes.values():
+        each.adopt()
+    homes = {each.name: each for each in par._homes.values()}
+    tensors = {f"input {number}": each for number, each in enumerate(inputs) if par.dataset_strategy == "full_batch"}
+    tensors |= {name: each.value() for name, each in homes.items()}
+    mine = torch.tensor([_digest(each) for each in tensors.values()], dtype=torch.int64)
+    by_rank = reduction.all_gather(mine, group=world.transport)
+    for number, name in enumerate(tensors):
+        home = homes.get(name)
+        first_with: dict[str, int] = {}
+        for rank in range(world.size):
+            slices = None if home is None or home.placed is None else home.placed.slices_of(rank, home.shape)
+            first = first_with.setdefault(str(slices), rank)
+            if by_rank[rank, number] != by_rank[first, number]:
+                raise ValueError(
+                    f"rank {rank} was given another {name} than rank {first}: give every rank the same tensors"
+                    if home is None
+                    else f"rank {rank} holds other numbers of {name} than rank {first}, in the same slice: make the "
+                    "network from the same seed on every rank"
+                )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+# the two runs
 
 
 def _whole_batch(par: AutoParallel, inputs: Any, grad: bool = False) -> Any:
@@ -63,7 +110,10 @@ def _whole_batch(par: AutoParallel, inputs: Any, grad: bool = False) -> Any:
 def _unsharded(par: AutoParallel) -> AutoParallel:
     weights = par.whole()
     if not isinstance(par.net, nn.Module):
-        raise ValueError("check compares networks: wrap the nn.Module itself, not the training step, and check that")
+        raise ValueError(
+            "check makes a copy of the network for one process, and cannot copy what a function refers to: wrap an "
+            "nn.Module whose forward calls it, and check that"
+        )
     net = copy.deepcopy(par.net)
     for name, parameter in net.named_parameters():
         put(parameter, weights[name])  # type: ignore[arg-type]
@@ -71,21 +121,25 @@ def _unsharded(par: AutoParallel) -> AutoParallel:
     return type(par)(net, transport=ThreadTransport(ThreadWorld(1), 0))
 
 
-def _traced(par: AutoParallel, world: World, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Run forward and backward; return each operator's whole result, and the whole gradient of it."""
+def _traced(par: AutoParallel, world: World, inputs: Any, keywords: Any) -> tuple[list[Any], list[Any]]:
+    """Run forward and backward; return each operator's whole result, and the whole gradient of it.
+
+    Each number of a result counts in its own way: gradients of a plain sum are often zero, as after a softmax.
+    """
     world.outputs = []
     try:
         with par._working(world):
-            results = tensors_in(tree_map(whole_of, par._run(world, inputs, {})))
+            results = tensors_in(tree_map(whole_of, par._run(world, inputs, keywords)))
             made, world.outputs = world.outputs, None
             with torch._C.DisableTorchFunctionSubclass():  # of the very tensor that the next operator has used
                 for _, each in made:
                     if each.requires_grad:
                         each.retain_grad()
             if any(each.requires_grad for each in results):
-                torch.stack([each.sum() for each in results if each.requires_grad]).sum().backward()
+                sums = [(each * _wave(each)).sum() for each in results if each.requires_grad]
+                torch.stack(sums).sum().backward()
             with torch.no_grad():
-                wholes = [(f"{number} {name}", each.whole()) for number, (name, each) in enumerate(made, 1)]
+                wholes = [(f"{number} {name}", each.whole().detach()) for number, (name, each) in enumerate(made, 1)]
                 gradients = [_gradient(each) for _, each in made]
     finally:
         world.outputs = None
@@ -101,6 +155,19 @@ def _gradient(tensor: ShardedTensor) -> torch.Tensor | None:
     return ShardedTensor.of(_plain(gradient), placed, tensor.whole_shape).whole()
 
 
+def _wave(like: torch.Tensor) -> torch.Tensor:
+    return torch.sin(torch.arange(1, like.numel() + 1, dtype=torch.float64)).to(like.dtype).view(like.shape)
+
+
+# the comparison
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def _tolerance(like: torch.Tensor, given: float | None) -> float:
+    return _TOLERANCES.get(like.dtype, 1e-4) if given is None else given
+
+
 def _compare(
     cut: list[Any],
     one: list[Any],
@@ -108,23 +175,40 @@ def _compare(
     one_gradients: list[Any],
     mine: Any,
     truth: Any,
-    tolerance: float,
+    tolerance: float | None,
 ) -> None:
+    largest = _largest([right for _, right in one])
     for (name, value), (_, right) in zip(cut, one, strict=True):
-        if not torch.allclose(value, right, rtol=tolerance, atol=tolerance):
-            off = (value - right).abs().max()
+        if off := _difference(value, right, tolerance, largest):
             raise AssertionError(f"the result of {name} differs from that of one process by up to {off:.3g}")
+    largest = _largest([*one_gradients, *truth.values()])
     for (name, _), value, right in reversed(list(zip(one, cut_gradients, one_gradients, strict=True))):
-        if (value is None) != (right is None) or (
-            value is not None and not torch.allclose(value, right, rtol=tolerance, atol=tolerance)
-        ):
+        if (value is None) != (right is None) or (right is not None and _difference(value, right, tolerance, largest)):
             raise AssertionError(
                 f"the gradient of the result of {name} differs from that of one process, although all results are "
                 "right: look at the communication between it and the operators that use it"
             )
     for name, right in truth.items():
-        if right is not None and not torch.allclose(mine[name], right, rtol=tolerance, atol=tolerance):
+        if right is not None and _difference(mine[name], right, tolerance, largest):
             raise AssertionError(f"the gradient of {name} differs from that of one process")
+
+
+def _largest(tensors: Sequence[torch.Tensor | None]) -> float:
+    return max((float(each.abs().max()) for each in tensors if each is not None and each.numel()), default=0.0)
+
+
+def _difference(value: torch.Tensor, right: torch.Tensor, tolerance: float | None, largest: float) -> float:
+    """Return the largest difference if it is more than a share of the largest number, else 0.
+
+    Where the right numbers are all nearly 0, what is rounded away of the largest number of any tensor is allowed.
+    """
+    if not right.numel():
+        return 0.0
+    if not right.is_floating_point():
+        return float((value != right).any())
+    off = float((value - right).abs().max())
+    rounding = 16 * torch.finfo(right.dtype).eps * largest
+    return 0.0 if off <= _tolerance(right, tolerance) * float(right.abs().max()) + rounding else off
 
 
 def _leaf(value: Any) -> Any:

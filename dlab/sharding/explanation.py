@@ -50,9 +50,10 @@ class Explanation(Table):
 
     def __repr__(self) -> str:
         forward, backward = self.bytes_per_rank("forward"), self.bytes_per_rank("backward")
+        joined = sum(each.bytes for each in self.messages if each.operator == "the result")
         return (
-            f"{super().__repr__()}\nper rank: {forward} bytes sent forward, {backward} backward; "
-            f"{self.parameter_bytes} bytes of parameters"
+            f"{super().__repr__()}\nper rank: {forward} bytes sent forward, {backward} backward, of these {joined} to "
+            f"make the result whole; {self.parameter_bytes} bytes of parameters"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which networks a function uses: those that it is a method of, closes over, or names as globals."""
+"""Which networks and parameters a function uses: those that it is a method of, closes over, or names as globals."""
 
 from __future__ import annotations
 
@@ -9,20 +9,40 @@ import torch
 from torch import nn
 
 
+def used_by(wrapped: Any) -> dict[str, Any]:
+    """Return what a function or method refers to, by name."""
+    owner, code = getattr(wrapped, "__self__", None), getattr(wrapped, "__code__", None)
+    found: dict[str, Any] = {}
+    if code is not None:
+        cells = getattr(wrapped, "__closure__", None) or ()
+        found |= dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False))
+        found |= {name: wrapped.__globals__[name] for name in code.co_names if name in wrapped.__globals__}
+    return found | (vars(owner) if hasattr(owner, "__dict__") else {})
+
+
 def networks_in(wrapped: Any) -> Iterator[tuple[nn.Module, str]]:
     """Yield the networks that a wrapped network, method or function is, has, or refers to, each with its name."""
-    if isinstance(wrapped, nn.Module):
-        yield wrapped, ""
+    whole = wrapped if isinstance(wrapped, nn.Module) else getattr(wrapped, "__self__", None)
+    if isinstance(whole, nn.Module):
+        yield whole, ""
         return
-    owner = getattr(wrapped, "__self__", None)
-    code = getattr(wrapped, "__code__", None)
-    cells = getattr(wrapped, "__closure__", None) or ()
-    found = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False)) if code else {}
-    found |= {name: wrapped.__globals__[name] for name in code.co_names if name in wrapped.__globals__} if code else {}
-    found |= vars(owner) if hasattr(owner, "__dict__") else {}
-    networks = {name: each for name, each in found.items() if isinstance(each, nn.Module)}
+    networks = {name: each for name, each in used_by(wrapped).items() if isinstance(each, nn.Module)}
     for name, each in networks.items():
         yield each, name if len(networks) > 1 else ""
+
+
+def parameters_in(wrapped: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of these networks, and those that a function refers to, alone or in a list, with names."""
+    for module, prefix in networks_in(wrapped):
+        yield from module.named_parameters(prefix)
+    if not isinstance(wrapped, nn.Module):
+        for name, value in used_by(wrapped).items():
+            if isinstance(value, nn.Parameter):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                for number, each in enumerate(value):
+                    if isinstance(each, nn.Parameter):
+                        yield f"{name}.{number}", each
 
 
 def buffers_in(wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:

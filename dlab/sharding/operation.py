@@ -111,7 +111,11 @@ def by_strategy(
         )
     if all(isinstance(each, Placed) for each in strategy):
         cuts, layout = _by_layouts(operation, strategy, ranks)
-    elif any(isinstance(each, (Placed, Layout)) for each in strategy):
+    elif any(isinstance(each, Layout) for each in strategy):
+        raise ValueError(
+            f"{name}: call the layout with an entry for each dimension of an input, as in layout('tp', None)"
+        )
+    elif any(isinstance(each, Placed) for each in strategy):
         raise ValueError(f"{name}: the strategy {_show(strategy)} mixes cuts and layouts: give one kind for all inputs")
     else:
         cuts, layout = _by_cuts(operation, strategy, ranks)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from dlab.layout import Layout, Placed, replicated
+from dlab.layout import Layout, Placed, check_placed, replicated
 from dlab.processes.worker.context import transport as transport_of_this_worker
 from dlab.sharding import dropout, loading, rules, saving  # noqa: F401  (they fill the table of rules)
 from dlab.sharding.candidates import LATENCY
@@ -21,7 +21,7 @@ from dlab.sharding.clipping import clip_gradients
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.explanation import Explanation
 from dlab.sharding.home import CUT, Home
-from dlab.sharding.networks import buffers_in, networks_in
+from dlab.sharding.networks import buffers_in, networks_in, parameters_in
 from dlab.sharding.parameters import ParameterMode
 from dlab.sharding.plan import PLANNERS
 from dlab.sharding.state import state, working
@@ -41,10 +41,11 @@ class AutoParallel:
     What it returns is whole and carries gradients, so the code around it stays as it was. In mode `semi_auto` operators
     with a strategy are cut by it; the others follow their inputs. A parameter is cut as its first operator cuts it:
     each rank keeps its part only, in the same `nn.Parameter`, so that an optimizer made before works as well.
-    `data_parallel` ignores strategies and cuts the batch alone; `stand_alone` cuts nothing; `auto` chooses strategies
-    that communicate least with at most `memory` bytes of parameters and gradients per rank (see `plan`). With
-    `dataset_strategy="data_parallel"` each rank brings its own part of the batch. `layouts` cut an ordinary network
-    from outside, by the names of parameters; that of a module's name is where its result is left.
+    `data_parallel` ignores strategies and cuts the batch alone, where it divides; `stand_alone` cuts nothing; `auto`
+    chooses strategies that communicate least with at most `memory` bytes of parameters and gradients per rank (see
+    `plan`). With `dataset_strategy="data_parallel"` each rank brings its own part of the batch. `layouts` cut an
+    ordinary network from outside, by the names of parameters; that of a module's name is where its result is left.
+    With `ranks`, in place of real ones, there is a plan alone (see `explain`).
 
     >>> par = dlab.AutoParallel(net)
     >>> loss = F.cross_entropy(par(images), labels)
@@ -69,8 +70,12 @@ class AutoParallel:
             raise ValueError(f"dataset_strategy={dataset_strategy!r}: use 'full_batch' or 'data_parallel'")
         if planner not in PLANNERS:
             raise ValueError(f"there is no planner {planner!r}: use {' or '.join(map(repr, PLANNERS))}")
-        if not callable(net):
-            raise ValueError(f"AutoParallel wraps a network or a function, not {net!r}")
+        if not callable(net) or isinstance(net, type):
+            raise ValueError(f"AutoParallel wraps a network or a function, not {net!r}: make the network first")
+        if ranks is not None and transport is not None:
+            raise ValueError(
+                "ranks= is for a plan alone, without any rank, and transport= for real ones: give one of them"
+            )
         self.net, self.mode, self.dataset_strategy, self.planner = net, parallel_mode, dataset_strategy, planner
         if ranks is None:
             transport = transport_of_this_worker() if transport is None else transport
@@ -78,12 +83,13 @@ class AutoParallel:
         else:  # for a plan alone: no rank need be there
             self.world = World(ranks)
         self._homes: dict[int, Home] = {}
-        for module, prefix in networks_in(self.net):
-            for name, parameter in module.named_parameters(prefix):
-                self._homes.setdefault(id(parameter), Home(parameter, name))
+        for name, parameter in parameters_in(self.net):
+            self._homes.setdefault(id(parameter), Home(parameter, name))
         for home in self._homes.values():
             if home.placed is not None:
                 home.placed.layout.check_ranks(self.world.size)
+        if layouts is not None and not isinstance(layouts, Mapping):
+            raise ValueError(f"layouts={layouts!r}: give a dict with the layout of each parameter by its name")
         self._layouts = dict(layouts or {})
         self._plans: dict[Any, Choices] = {}
         self.memory, self.latency = memory, latency
@@ -106,6 +112,7 @@ class AutoParallel:
         unknown = dict(self._layouts)
         by_name = {home.name: home for home in self._homes.values()}
         for name, placed in self._layouts.items():
+            check_placed(placed, f"the layout of {name}")
             placed.layout.check_ranks(self.world.size)
             if name in by_name:
                 unknown.pop(name)
@@ -153,11 +160,19 @@ class AutoParallel:
     # running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_ranks_are_there()
         if self.mode == "stand_alone":
             return self.net(*args, **kwargs)
         with self._working(self.world):
             result = self._run(self.world, args, kwargs)
             return tree_map(whole_of, result)
+
+    def _check_ranks_are_there(self) -> None:
+        if self.world.transport is None:
+            raise RuntimeError(
+                "this network is only planned, with ranks=: no rank is there to compute it; leave out ranks= where "
+                "every rank calls it, or ask for explain()"
+            )
 
     def _run(self, world: World, args: Any, kwargs: Any) -> Any:
         if self.mode != "auto" or world.size == 1:
@@ -261,7 +276,7 @@ class AutoParallel:
 
     # before it runs
 
-    def explain(self, *inputs: Any, backward: bool = True) -> Explanation:
+    def explain(self, *inputs: Any, backward: bool = True, **keywords: Any) -> Explanation:
         """Return a table with a row for each operator: layouts, communication, bytes and memory per rank.
 
         Nothing is sent and nothing computed: tensors without values go through the network.
@@ -272,7 +287,7 @@ class AutoParallel:
         try:
             with self._working(world):
                 try:
-                    result = tree_map(whole_of, self._run(world, inputs, {}))
+                    result = tree_map(whole_of, self._run(world, inputs, keywords))
                     results = [each for each in tensors_in(result) if each.requires_grad]
                     if backward and results:
                         torch.stack([each.sum() for each in results]).sum().backward()
@@ -317,13 +332,15 @@ class AutoParallel:
 
     # a silent error
 
-    def check(self, *inputs: Any, tolerance: float = 1e-4) -> str:
+    def check(self, *inputs: Any, tolerance: float | None = None, **keywords: Any) -> str:
         """Compare results and gradients with those of one process; every rank calls it with the same small batch.
 
-        Raises an error that names the first operator, on the way back, whose gradient differs. The gradients of the
-        parameters stay as they are.
+        Raises an error that names the first operator, on the way back, whose gradient differs, or the rank that was
+        given another batch or other weights. Of each tensor the largest difference counts, as a share of its largest
+        number: `tolerance`, by default 1e-4 for float32. The gradients of the parameters stay as they are.
         """
-        return compare_with_one_process(self, inputs, tolerance)
+        self._check_ranks_are_there()
+        return compare_with_one_process(self, inputs, keywords, tolerance)
 
 
 def _backward(self: ShardedTensor, *args: Any, **kwargs: Any) -> None:

@@ -11,10 +11,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from dlab.sharding.home import cut_state
+from dlab.sharding.home import CUT, cut_state
 from dlab.sharding.state import state
 from dlab.sharding.tensor import RULES, _getter, call
 
+# their update of a number depends on others of the same layer
+WHOLE = ("LBFGS", "Muon", "Adafactor")
 _SHAPES: dict[Any, Callable[..., Any]] = {
     _getter("shape"): lambda shape: torch.Size(shape),
     torch.Tensor.size: lambda shape, dim=None: torch.Size(shape) if dim is None else shape[dim],
@@ -54,7 +56,7 @@ _LOCAL = {
 
 def _refuse_parts(func: Any, args: Any) -> None:
     """Raise an error if a function that dlab cannot cut would see a part of a parameter, or of its gradient, as all."""
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", str(func))  # of an attribute: __get__
     if name in ("__get__", "__set__", "__delete__"):  # an attribute such as `weight.grad`
         return
     known = state.homes
@@ -69,9 +71,21 @@ def _refuse_parts(func: Any, args: Any) -> None:
             )
 
 
+def check_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if an optimizer that looks at a whole layer has one of which this rank holds a part."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if (known := CUT.get(parameter)) is not None and known[0].used:
+            raise ValueError(
+                f"{type(optimizer).__name__} updates a whole layer at a time, but a parameter of shape {known[1]} is "
+                "cut over ranks: use an optimizer that updates each number by itself, such as SGD or Adam"
+            )
+
+
 def _aside(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     state.aside = True
     cut_state(optimizer)
+    if type(optimizer).__name__ in WHOLE:
+        check_whole(optimizer)
 
 
 def _back(*_: Any) -> None:

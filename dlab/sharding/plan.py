@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dlab.data.table import Bars, Table
-from dlab.layout import Placed
+from dlab.layout import Placed, check_placed
 from dlab.processes.worker.context import transport as transport_of_this_worker
 from dlab.sharding.communication import World, take
 from dlab.sharding.redistribution import Transition, steps_between
@@ -84,6 +84,8 @@ def redistribution(
     """
     if planner not in PLANNERS:
         raise ValueError(f"there is no planner {planner!r}: use {' or '.join(map(repr, PLANNERS))}")
+    check_placed(source, "the first layout")
+    check_placed(target, "the second layout")
     if source.layout.size != target.layout.size:
         raise ValueError(
             f"{source.layout} is for {source.layout.size} ranks and {target.layout} for {target.layout.size}: a "

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlab.data.table import Bars, Table
-from dlab.layout import Layout, Placed
+from dlab.layout import Layout, Placed, check_placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,7 @@ def to_dtensor(placed: Placed, strided: bool = False) -> list[Placement]:
     >>> to_dtensor(layout("mp", ("dp", "sp")))
     [Shard(dim=1), Shard(dim=1), Shard(dim=0)]
     """
+    check_placed(placed, "this")
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -129,6 +130,7 @@ def to_partition_spec(placed: Placed) -> str:
     >>> to_partition_spec(dlab.Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp")))
     "P('mp', ('sp', 'dp'))"
     """
+    check_placed(placed, "this")
     entries = [repr(names if len(names) > 1 else names[0] if names else None) for names in placed.dims]
     if placed.partial:
         entries.append(f"unreduced={{{', '.join(map(repr, placed.partial))}}}")
@@ -181,6 +183,7 @@ def to_tensor_map(placed: Placed) -> tuple[tuple[int, ...], TensorMap]:
     >>> to_tensor_map(dlab.Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"), "None"))
     ((2, 2, 2), (0, (1, 2), -1))
     """
+    check_placed(placed, "this")
     if placed.partial:
         raise ValueError(f"{placed} is a partial sum, which a tensor map cannot say: reduce it first")
     last = len(placed.layout.names) - 1

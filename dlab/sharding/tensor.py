@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.detach: lambda self: ShardedTensor.of(_plain(self).detach(), self.placed, self.whole_shape),
     torch.Tensor.tolist: lambda self: self.whole().tolist(),
     torch.Tensor.__float__: lambda self: float(self.whole()),
-    torch.Tensor.__format__: lambda self, spec: format(self.whole(), spec),
+    torch.Tensor.__format__: lambda self, spec: format(self.whole(), spec) if spec else str(self),
 }
 
 
@@ -104,6 +105,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor) if isinstance(tensor, ShardedTensor) else tensor
 
 
+def name_of(func: Any) -> str:
+    """Return the name of a function of torch, or of the attribute that it reads."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
 def functions() -> list[str]:
     """Return the names of torch's functions that dlab knows how to cut."""
     return sorted({name for each in RULES if (name := getattr(each, "__name__", "")) and not name.startswith("__")})
@@ -113,11 +120,12 @@ def call(func: Any, args: Any, kwargs: Any, strategy: Strategy | None = None, re
     """Call a torch function on sharded tensors, by its rule; a function that has none is refused by name."""
     rule = RULES.get(func)
     if rule is None:
-        name = getattr(func, "__name__", str(func))
-        known = ", ".join(functions())
+        name = name_of(func)
+        near = difflib.get_close_matches(name, functions(), n=3, cutoff=0.5) or ["matmul", "linear", "relu", "reshape"]
         raise NotImplementedError(
-            f"dlab does not know how to cut {name!r}: call it outside of the network that AutoParallel wraps, on its "
-            f"whole result, or write it with functions that dlab can cut ({known})"
+            f"dlab does not know how to cut {name!r}: let the network return the tensor and call it on the whole "
+            f"result, or write it with functions that dlab can cut, such as {', '.join(near)} (dlab.ops.functions() "
+            "has all)"
         )
     for keyword in ("input", "tensors", "other", "target"):  # as torch calls what rules get in the same order
         if keyword in kwargs:
@@ -139,6 +147,12 @@ def execute(operation: Operation, strategy: Strategy | None = None, result: Any 
         )
     wanted, state.wanted = state.wanted, None
     homes = [state.homes.get(id(each)) for each in operation.tensors]
+    for each, home in zip(operation.tensors, homes, strict=True):
+        if home is None and type(each) is nn.Parameter:
+            raise ValueError(
+                f"{operation.name} uses a parameter of shape {tuple(each.shape)} that AutoParallel has not found: put "
+                "it into the network, or into an nn.Module or a list that the wrapped function names"
+            )
     shapes = tuple(
         each.whole_shape if isinstance(each, ShardedTensor) else home.shape if home else tuple(each.shape)
         for each, home in zip(operation.tensors, homes, strict=True)

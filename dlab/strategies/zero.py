@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from dlab.processes.worker.tracing import trace
+from dlab.sharding.parameters import WHOLE
 from dlab.strategies.base import Stopwatch, Told
 from dlab.strategies.flat import AllReduceSGD
 from dlab.strategies.reducers import Pieces
-
-# their update of a weight depends on its neighbours, so a part of the weights cannot be updated alone
-_WHOLE = ("LBFGS", "Muon", "Adafactor")
 
 
 class ZeRO(AllReduceSGD):
@@ -48,7 +46,7 @@ class ZeRO(AllReduceSGD):
     def _cut(self, pieces: Pieces) -> None:
         """Put the weights into a flat buffer, too, and give the optimizer this rank's shard of it."""
         kind = type(self.optimizer).__name__
-        if kind in _WHOLE:
+        if kind in WHOLE:
             raise ValueError(f"{kind} updates a whole layer at a time, but ZeRO splits layers: use AllReduceSGD")
         weights = self._share_weights()
         self._reducer.cut(self._flat, weights, pieces, spread=False)

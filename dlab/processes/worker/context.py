@@ -118,7 +118,7 @@ def transport() -> Recorder:
             )
         raise RuntimeError(
             "there is no process group here: run this in a cluster, or use the transport that dlab.rehearse(fn) gives "
-            "to fn, as in dlab.Mesh(shape, names, transport)"
+            "to fn, as in dlab.Mesh(shape, names, transport) or dlab.AutoParallel(net, transport=transport)"
         )
     if _transport is None:
         direct = TorchTransport()
