@@ -48,6 +48,7 @@ _HOME = {
     "DDP": "strategies",
     "ModelAveraging": "strategies",
     "ParameterServer": "strategies",
+    "PipelineSGD": "strategies",
     "SyncSGD": "strategies",
     "TensorParallel": "strategies",
     "VirtualClock": "strategies",
@@ -57,6 +58,10 @@ _HOME = {
     "train": "training",
     "Mesh": "mesh",
     "Layout": "layout",
+    "Pipeline": "pipeline",
+    "Schedule": "pipeline",
+    "schedule": "pipeline",
+    "split": "pipeline",
     "AutoParallel": "sharding.parallel",
     "no_init_parameters": "sharding.initial",
     "parameter": "sharding.initial",
@@ -73,6 +78,7 @@ _HOME = {
     "GradientFlow": "views",
     "LossCurves": "views",
     "Messages": "views",
+    "PipelineChart": "views",
     "Staleness": "views",
     "Throughput": "views",
     "Timeline": "views",
@@ -117,6 +123,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from dlab.mesh import Mesh
     from dlab.models import MLP, RowTransformer, SimpleCNN, SmallCNN, TwoLayer
     from dlab.ops import shard
+    from dlab.pipeline import Pipeline, Schedule, schedule, split
     from dlab.processes.between.errors import Stopped, WorkerError, WorkerTimeout
     from dlab.processes.parent.cluster import Cluster, cluster
     from dlab.processes.parent.racing import Race, race
@@ -136,6 +143,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         AsyncSGD,
         ModelAveraging,
         ParameterServer,
+        PipelineSGD,
         SyncSGD,
         TensorParallel,
         VirtualClock,
@@ -143,7 +151,16 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     )
     from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock
-    from dlab.views import GradientFlow, LossCurves, Messages, Staleness, Throughput, Timeline, show_source
+    from dlab.views import (
+        GradientFlow,
+        LossCurves,
+        Messages,
+        PipelineChart,
+        Staleness,
+        Throughput,
+        Timeline,
+        show_source,
+    )
 
 
 def _import(name: str) -> Any:

@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train on MNIST; also as a rank of torchrun or of `dlab run`")
     known = "sync (default), allreduce, zero, averaging, async, ddp, tensor, server, server_async or server_ssp"
     train.add_argument("--strategy", default="sync", help=known)
+    train.add_argument("--stage", type=positive, help="of zero: 1 (default), 2 or 3, which shards more and more")
     train.add_argument(
         "--model", default="simple_cnn", help="simple_cnn (default), small_cnn, mlp, two_layer, row_transformer"
     )

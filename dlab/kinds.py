@@ -7,6 +7,7 @@ a table. A file may hold kinds and fields that are not described here: views lea
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, NamedTuple, TypedDict, get_args, get_type_hints
 
 # What a value is: its type, and the word for it that a table and a complaint use.
@@ -22,11 +23,15 @@ Sizes = Annotated[list[int], "list of sizes"]
 LabelList = Annotated[list[int | str], "list of labels"]
 Spans = Annotated[list[tuple[int, int]], "list of starts and stops"]
 NormsByLayer = Annotated[dict[str, float], "numbers by layer"]
+BytesByName = Annotated[dict[str, int], "counts by name"]
 Number = Annotated[float, "number"]
 WholeNumber = Annotated[int, "whole number"]
 Ordinal = Annotated[int, "whole number from 0 on"]
 Seconds = Annotated[float, "number of seconds"]
 Moment = Annotated[float, "number of seconds"]
+ActionText = Annotated[str, "action"]
+ActionList = Annotated[list[str], "list of actions"]
+MomentList = Annotated[list[float], "list of times"]
 
 
 class LogData(TypedDict, total=False):
@@ -40,6 +45,8 @@ class LogData(TypedDict, total=False):
     wait: Annotated[Seconds, "How long it has waited in the step, for other ranks or for servers."]
     delay: Annotated[Seconds, "How long `run.delay` has made it sleep before the step."]
     staleness: Annotated[CountList, "Of each update of the step: by how many updates its gradient came too late."]
+    held: Annotated[BytesByName, "The bytes of parameters, gradients and optimizer that it holds, and at most held."]
+    norm: Annotated[Number, "The norm of the whole gradient of all ranks, before it was clipped."]
 
 
 class Within(TypedDict, total=False):
@@ -170,6 +177,31 @@ class SliceData(TypedDict):
     slice: Annotated[Spans, "Where the part begins and ends, for each dimension."]
 
 
+# of an action of a pipeline: its stage, what it does (F forward, B backward, I and W the halves of a backward, or a
+# message), and its micro-batch
+ACTION_FORM: Final = re.compile(r"([0-9]{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]{1,9})")
+
+
+class ActionData(TypedDict):
+    """A rank has carried out an action of a pipeline's schedule."""
+
+    action: Annotated[ActionText, "The action, as in a schedule: 2F0 is stage 2, forward, micro-batch 0."]
+    stage: Annotated[Ordinal, "The stage of the model."]
+    microbatch: Annotated[Ordinal, "The micro-batch of the step."]
+    start: Annotated[Moment, "When it began, since 1970."]
+    end: Annotated[Moment, "When it was done."]
+    step: Annotated[WholeNumber, "The step of the pipeline, counted from 0."]
+
+
+class ScheduleData(TypedDict):
+    """What a rank of a pipeline is to do in every step, and when, if messages take no time; told once by each rank."""
+
+    name: Annotated[Text, "The schedule's name; empty for a table of one's own."]
+    actions: Annotated[ActionList, "The rank's actions, in their order."]
+    starts: Annotated[MomentList, "When each begins, if a forward of the whole rank takes 1 and a backward 2."]
+    ends: Annotated[MomentList, "When each is done, likewise."]
+
+
 LOG: Final = "log"
 MESSAGE: Final = "message"
 COLLECTIVE: Final = "collective"
@@ -180,6 +212,8 @@ STATE: Final = "state"
 HANG: Final = "hang"
 SHARD: Final = "shard"
 SLICE: Final = "slice"
+ACTION: Final = "action"
+SCHEDULE: Final = "schedule"
 
 
 class KindField(NamedTuple):
@@ -220,5 +254,7 @@ _FORMS = {
     HANG: HangData,
     SHARD: ShardData,
     SLICE: SliceData,
+    ACTION: ActionData,
+    SCHEDULE: ScheduleData,
 }
 KINDS: dict[str, Kind] = {name: _describe(name, form) for name, form in _FORMS.items()}

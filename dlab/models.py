@@ -99,11 +99,35 @@ class TransformerBlock(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
+class RowEmbedding(nn.Module):
+    """Makes a token of each row of an image, and adds what its position adds."""
+
+    def __init__(self, embed: nn.Linear, position: nn.Parameter) -> None:
+        super().__init__()
+        self.embed, self.position = embed, position
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images (batch, 1, 28, 28) to tokens (batch, 28, width)."""
+        return self.embed(images.reshape(len(images), 28, 28)) + self.position
+
+
+class MeanHead(nn.Module):
+    """Scores classes by the mean of all tokens."""
+
+    def __init__(self, norm: nn.LayerNorm, head: nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens (batch, tokens, width) to scores (batch, 10)."""
+        return self.head(self.norm(tokens).mean(dim=1))
+
+
 class RowTransformer(nn.Module):
     """A transformer whose tokens are the 28 rows of an image, with 28 pixels each: 54,410 parameters.
 
     `width` is the length of a token inside, `heads` the number of attention heads, `depth` that of blocks. It has no
-    dropout. `dlab.megatron_layouts` cuts it over ranks.
+    dropout. `dlab.megatron_layouts` cuts it over ranks, and `dlab.split` into stages.
     """
 
     def __init__(self, width: int = 64, heads: int = 4, depth: int = 1) -> None:
@@ -118,6 +142,10 @@ class RowTransformer(nn.Module):
         """Map images (batch, 1, 28, 28) to scores (batch, 10)."""
         tokens = self.embed(images.reshape(len(images), 28, 28)) + self.position  # (batch, 28, width)
         return self.head(self.norm(self.blocks(tokens)).mean(dim=1))
+
+    def sequence(self) -> list[nn.Module]:
+        """Return the blocks that it runs one after another, with its own weights, for `dlab.split`."""
+        return [RowEmbedding(self.embed, self.position), *self.blocks, MeanHead(self.norm, self.head)]
 
 
 class FlatBuffer:

@@ -70,6 +70,30 @@ def failed():
     return [*trained(), *(state(rank, name, why, 110.0) for rank, name, why in states)]
 
 
+def pipelined(schedule, steps=3, unit=0.001, late=0.1, slow=None):
+    """Ranks that carry out a schedule. A message takes up to `late` units, and one rank is slow."""
+    dice, events = (
+        random.Random(0),
+        [dlab.Event(99.0, r, "schedule", schedule.planned(r)) for r in range(schedule.ranks)],
+    )
+    for step in range(steps):
+        free, ends = [0.0] * schedule.ranks, {}
+        for rank, action, start, end in schedule.slots():
+            stage, kind, microbatch = action.stage, action.kind, action.microbatch
+            needs = {"F": [f"{stage - 1}F"], "W": [f"{stage}I"]}.get(
+                kind, [f"{stage}F", f"{stage + 1}B", f"{stage + 1}I"]
+            )
+            ready = max([0.0, *(ends.get(f"{need}{microbatch}", 0.0) for need in needs)])
+            begun = max(free[rank], ready + late * unit * dice.random())
+            free[rank] = ends[action] = begun + (end - start) * unit * (1 + dice.random() / 10) * (
+                3 if rank == slow else 1
+            )
+            data = {"action": str(action), "stage": stage, "microbatch": microbatch, "step": step}
+            data |= {"start": 100 + step + begun, "end": 100 + step + free[rank]}
+            events.append(dlab.Event(100.5 + step, rank, "action", data))
+    return events
+
+
 def logged(rank=0, **columns):
     """An event for each place in the columns."""
     count = len(next(iter(columns.values())))
@@ -93,6 +117,7 @@ def named(name):
         dlab.Event(1.0, 0, "gradients", {"step": 0, "norms": {name: 1.0}}),
         dlab.Event(1.0, 0, "gradient", gradient),
         dlab.Event(1.0, 0, "shard", {"name": name, "samples": 3, "histogram": [1, 2], "labels": [name, 1]}),
+        dlab.Event(1.0, 0, "schedule", {"name": name, "actions": ["0F0"], "starts": [0.0], "ends": [1.0]}),
         dlab.Event(1.0, 0, "slice", {"tensor": name, "shape": [4], "slice": [[0, 4]]}),
         *logged(0, step=[name, 1, 2], loss=[1.0, 2.0, 3.0], samples=[1, 1, 1], compute=[0.1] * 3, staleness=[[0]] * 3),
     ]

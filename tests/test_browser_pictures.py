@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from drawn import apart, exploded, failed, logged, named, trained
+from drawn import apart, exploded, failed, logged, named, pipelined, trained
 from kernels import eventually
 from PIL import Image
 
@@ -12,14 +12,14 @@ pytest.importorskip("playwright", reason="needs playwright: pip install 'dlab[te
 
 
 import dlab
-from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Staleness, Throughput, Timeline
+from dlab.views import GradientFlow, LossCurves, Messages, PipelineChart, ShardView, Staleness, Throughput, Timeline
 from dlab.views.page import write_page
 from dlab.views.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness)
-ALL = (*VIEWS, GradientFlow, Messages, ShardView)
+ALL = (*VIEWS, GradientFlow, Messages, ShardView, PipelineChart)
 RUNS = {"four": trained, "one": lambda: trained(1), "many": lambda: trained(64), "apart": apart, "failed": failed}
 RUNS |= {"exploded": exploded, "delayed": lambda: trained(delayed=2)}
 # Notes every text that is drawn: where its corners are on the canvas, and whether it was squeezed.
@@ -113,6 +113,11 @@ def texts(page):
 def test_no_text_is_cut_squeezed_or_written_over_another(show, run, width):
     found = texts(show(RUNS[run](), width=width))
     assert len(found) > 20
+    check_texts(found)
+
+
+def check_texts(found):
+    """Every text is whole and on the picture, and none lies on another."""
     for text in found:
         assert not text["squeezed"], text
         assert text["left"] >= -1 and text["right"] <= text["width"] + 1, text
@@ -123,6 +128,36 @@ def test_no_text_is_cut_squeezed_or_written_over_another(show, run, width):
             across = min(one["right"], other["right"]) - max(one["left"], other["left"])
             down = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
             assert one["view"] != other["view"] or across <= 1 or down <= 1, (one, other)
+
+
+@pytest.mark.parametrize("width", [380, 980, 1600])
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "steps"),
+    [("1f1b", 2, 3, 2), ("zbv", 4, 8, 2), ("interleaved", 16, 64, 2), ("gpipe", 4, 8, 0), ("1f1b", 64, 8, 1)],
+)
+def test_the_chart_of_a_pipeline_can_be_read(show, name, ranks, microbatches, steps, width):
+    schedule = dlab.schedule(name, ranks, microbatches, 2 if name == "interleaved" else 1)
+    page = show(pipelined(schedule, steps), PipelineChart, width=width)
+    found = texts(page)
+    check_texts(found)
+    said = " ".join(text["text"] for text in found)
+    assert "F: forward" in said and "rank 0" in said and "planned" in said
+    assert ("measured in step" in said and "time, ms" in said) == bool(steps)
+
+
+def test_a_pipeline_is_replayed_in_the_time_of_its_step_and_a_box_says_what_it_is(show):
+    page = show(pipelined(dlab.schedule("1f1b", 2, 3)), PipelineChart)
+    labels = [text["text"] for text in texts(page)]
+    assert labels.count("0B2") == labels.count("1F1") == 2  # planned and measured
+    (box, _) = [text for text in texts(page) if text["text"] == "1F1"]
+    canvas = page.locator("figure[data-view=pipeline] canvas").bounding_box()
+    page.mouse.move(canvas["x"] + box["left"] + 2, canvas["y"] + box["top"] + 2)
+    assert page.locator(".dlab-note").text_content().startswith("1F1, rank 1\nfrom 4.")
+    place, slider = page.locator(".dlab-replay output"), page.get_by_role("slider", name="position in time")
+    assert " ms of 1" in place.text_content()
+    slider.evaluate("(input) => { input.value = 300; input.oninput(); }")
+    eventually(lambda: "0B2" not in [text["text"] for text in texts(page)])
+    assert [text["text"] for text in texts(page)].count("0F0") == 2
 
 
 @pytest.mark.parametrize("width", [980, 1600])
@@ -185,7 +220,7 @@ def test_numbers_of_all_sizes_are_drawn_and_what_is_left_out_is_told(show):
     odd += logged(1, step=[nan, inf, 10**400, None], loss=[nan, inf, -inf, None], compute=[0.1, nan, 0.2, inf])
     page = show(odd, LossCurves, Throughput, Timeline)
     assert "Loss: 1 event left out: its loss is not a number" in page.locator("figcaption").all_text_contents()
-    nothing = [dlab.Event(1.0, 0, kind, {}) for kind in ("message", "gradients", "shard", "slice", "state")]
+    nothing = [dlab.Event(1.0, 0, kind, {}) for kind in ("message", "gradients", "shard", "slice", "state", "action")]
     page = show([*nothing, *logged(0, loss=["x"], samples=["x"], wait=["x"], staleness=["x"])], *ALL)
     captions = page.locator("figcaption").all_text_contents()
     assert len(captions) == len(ALL) and all("left out" in caption for caption in captions)

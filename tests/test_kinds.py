@@ -17,6 +17,7 @@ from dlab import kvstore
 from dlab.collectives import ring_allreduce
 from dlab.data import DataPartitioner
 from dlab.kinds import COLLECTIVE, HANG, KINDS, LOG, MESSAGE, STAGES, STATE
+from dlab.pipeline import Pipeline
 from dlab.processes.parent import hangs
 from dlab.views import event_kinds, gradients, shard_events
 from dlab.views.base import View
@@ -29,7 +30,7 @@ STRATEGIES = {
     "model averaging": dlab.ModelAveraging(every=2),
     "synchronous": dlab.SyncSGD(),
     "all-reduce": dlab.AllReduceSGD(),
-    "ZeRO": dlab.ZeRO(stage=1),
+    "ZeRO": dlab.ZeRO(stage=1, clip=1.0),
     "asynchronous": dlab.AsyncSGD(),
     "parameter server": dlab.ParameterServer(mode="sync"),
     "asynchronous server": dlab.ParameterServer(mode="async"),
@@ -60,12 +61,20 @@ def reduce_along_lines():
     ring_allreduce(torch.ones(6), mesh["tp"])
 
 
+def run_pipeline():
+    pipe = Pipeline([nn.Linear(6, 4), nn.Linear(4, 3)], microbatches=2)
+    pipe.step(torch.randn(4, 6), torch.randint(0, 3, (4,)))
+
+
 def wait_for_nobody():
     if dlab.rank() == 0:
         dlab.transport().recv(torch.zeros(1), 1)
     else:
         dlab.knob("gain", 1.0)
         dlab.transport().recv(torch.zeros(1), 0)
+
+
+FUNCTIONS = {each.__name__: each for each in (push_and_pull, reduce_along_lines, run_pipeline)}
 
 
 def rehearsed(transport):
@@ -82,7 +91,7 @@ def told():
             run = dlab.train(lambda: nn.Linear(6, 3), samples(), strategy, on=cluster, batch_size=10, watch=2)
             run.wait(60)
             found[name] = [*run.states, *run.events]
-        for function in (push_and_pull, reduce_along_lines):
+        for function in FUNCTIONS.values():
             run = cluster.start(function)
             run.wait(60)
             found[function.__name__] = [*run.states, *run.events]
@@ -121,9 +130,7 @@ def misfits(event):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [*STRATEGIES, "push_and_pull", "reduce_along_lines", "a delay", "a hang", "a rehearsal", "shards"]
-)
+@pytest.mark.parametrize("name", [*STRATEGIES, *FUNCTIONS, "a delay", "a hang", "a rehearsal", "shards"])
 def test_every_event_of_a_run_is_as_described(told, name):
     assert told[name]
     assert {problem for event in told[name] for problem in misfits(event)} == set()

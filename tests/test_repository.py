@@ -105,7 +105,7 @@ def drawn_layers() -> list[list[str]]:
 LEVEL = {name: level for level, names in enumerate(drawn_layers()) for name in names}
 # Draws events and knows nothing of processes; only `dlab/__init__.py`, which joins everything, imports it, and the
 # bench, which measures it.
-VIEWS, PLAIN = "views", {"data", "events", "kinds", "models"}
+VIEWS, PLAIN = "views", {"charts", "data", "events", "kinds", "models"}
 # These use dlab the way anybody does, so that they may also say `import dlab`.
 USERS = {"demo", "bench", "cli"}
 # They join the parts and are joined by nobody.

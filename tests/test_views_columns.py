@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from dlab.events import Event, EventRing
-from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Throughput, Timeline
+from dlab.views import GradientFlow, LossCurves, Messages, PipelineChart, ShardView, Throughput, Timeline
 from dlab.views.columns import NAMES, Arrivals, GrowingTable
 from dlab.views.ranks import Ranks
 
-VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardView)
+VIEWS = (Ranks, LossCurves, Throughput, Timeline, GradientFlow, Messages, ShardView, PipelineChart)
 
 
 def some_events(count=300, ranks=3, seed=0):
@@ -32,10 +32,14 @@ def some_events(count=300, ranks=3, seed=0):
                 ("gradients", {"step": number, "norms": {"fc": 0.5}}),
                 ("shard", {"samples": number, "histogram": [1, 2]}),
                 ("knob", {"name": "lr", "default": 0.1}),
+                ("schedule", {"name": "", "actions": [f"{rank}F0"], "starts": [1.0], "ends": [2.0]}),
+                ("action", {"action": f"{rank}F0", "stage": rank, "microbatch": 0, "start": now - 0.002, "end": now}),
             ]
         )
         if kind == "message":
             data = {**data, "end": now, "phase": "ring", "step": number}
+        if kind == "action":
+            data = {**data, "step": number}
         events.append(Event(now, rank, kind, data))
     return events
 

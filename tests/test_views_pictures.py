@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from drawn import apart, exploded, failed, state, trained
+from drawn import apart, exploded, failed, pipelined, state, trained
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import dlab
-from dlab.views import LossCurves, ShardView, Staleness, Throughput, Timeline, base
+from dlab.views import LossCurves, PipelineChart, ShardView, Staleness, Throughput, Timeline, base
 from dlab.views.base import COLOURS, places_of
 from dlab.views.curves import _running_mean
 from dlab.views.page import BROWSER
@@ -51,10 +51,24 @@ def _texts(figure):
     }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("run", RUNS)
-def test_no_label_is_cut_and_none_lies_on_another(view, run):
-    figure = view(RUNS[run]).figure()
+PIPELINES = {
+    "1f1b": pipelined(dlab.schedule("1f1b", 4, 8)),
+    "only planned": pipelined(dlab.schedule("zbv", 4, 8), steps=0),
+    "sixteen ranks": pipelined(dlab.schedule("interleaved", 16, 32, 2)),
+    "sixty-four ranks": pipelined(dlab.schedule("gpipe", 64, 8)),
+    "one rank": pipelined(dlab.schedule("1f1b", 1, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "events"),
+    [
+        *(pytest.param(view, RUNS[run], id=f"{run}-{view.__name__}") for run in RUNS for view in VIEWS),
+        *(pytest.param(PipelineChart, PIPELINES[run], id=f"{run}-PipelineChart") for run in PIPELINES),
+    ],
+)
+def test_no_label_is_cut_and_none_lies_on_another(view, events):
+    figure = view(events).figure()
     texts = _texts(figure)
     for text, box in texts.items():
         inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import dlab
 from dlab.events import Event, EventRing, save_events
 from dlab.kinds import KINDS
-from dlab.views import GradientFlow, LossCurves, Messages, ShardView, Staleness, Throughput, Timeline
+from dlab.views import GradientFlow, LossCurves, Messages, PipelineChart, ShardView, Staleness, Throughput, Timeline
 from dlab.views.columns import Arrivals
 from dlab.views.page import frame, pack, write_page
 from dlab.views.ranks import Ranks
 
-VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness, GradientFlow, Messages, ShardView)
+VIEWS = (Ranks, LossCurves, Throughput, Timeline, Staleness, GradientFlow, Messages, ShardView, PipelineChart)
 NAN, INF = math.nan, math.inf
 
 
@@ -58,6 +58,7 @@ ranks = st.integers(0, 5)
 small = st.integers(0, 40)
 moments = st.floats(90, 110)
 norms = st.dictionaries(st.sampled_from(["fc", "conv", "$x$", ""]), st.floats() | st.none(), max_size=3)
+actions = st.sampled_from(["0F0", "1B0", "0I0", "0W0", "1SEND_F0", "0RECV_B12", "3F999999999"])
 # of each kind, what dlab itself tells; any of it may be replaced
 FIELDS = {
     "log": dict.fromkeys(("step", "loss", "samples", "compute", "wait", "delay"), numbers)
@@ -106,6 +107,13 @@ FIELDS = {
         "slice": st.lists(st.tuples(small, small), max_size=3),
     },
     "knob": {"name": texts, "default": values},
+    "action": {"action": actions, "stage": small, "microbatch": small, "start": moments, "end": moments, "step": small},
+    "schedule": {
+        "name": texts | st.sampled_from(["1f1b", "naive", "zbv"]),
+        "actions": st.lists(actions, min_size=2, max_size=2),
+        "starts": st.lists(moments, min_size=2, max_size=2),
+        "ends": st.lists(moments, min_size=2, max_size=2),
+    },
 }
 assert FIELDS.keys() == KINDS.keys()
 

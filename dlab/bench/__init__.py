@@ -13,7 +13,9 @@ THEMES = (
     "reducing",
     "exchanging",
     "stepping",
+    "zero",
     "sharding",
+    "pipelining",
     "serving",
     "compressing",
 )

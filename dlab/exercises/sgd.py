@@ -23,7 +23,7 @@ from dlab.exercises.groups import process_groups
 from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import Attempt, attempt, count, join, name_ranks
 from dlab.reduction import average_gradients
-from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD
+from dlab.strategies import DDP, AllReduceSGD, Strategy, SyncSGD, ZeRO
 from dlab.transports import Recorder, Transport
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -41,7 +41,9 @@ CASES = [
     *((2, 48, "plain SGD"), (3, 48, "plain SGD"), (1, 48, "plain SGD")),
     *((3, 41, "plain SGD"), (2, 41, "momentum"), (2, 48, "Adam")),
 ]
-OWN: list[Callable[..., Any]] = [average_gradients, SyncSGD.step, AllReduceSGD.begin, AllReduceSGD.step, DDP.begin]
+OWN: list[Callable[..., Any]] = [
+    *(average_gradients, SyncSGD.step, AllReduceSGD.begin, AllReduceSGD.step, DDP.begin, ZeRO.begin, ZeRO.step)
+]
 INSTEAD = "write the step yourself, with ring_allreduce(parameter.grad, self.transport) for the sum over ranks"
 
 

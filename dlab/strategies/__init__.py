@@ -5,17 +5,20 @@ from dlab.strategies.averaging import ModelAveraging, nesterov
 from dlab.strategies.base import Strategy
 from dlab.strategies.ddp import DDP
 from dlab.strategies.flat import AllReduceSGD
+from dlab.strategies.pipeline import PipelineSGD
 from dlab.strategies.server import ParameterServer
 from dlab.strategies.sync import SyncSGD
 from dlab.strategies.tensor import TensorParallel
-from dlab.strategies.zero import ZeRO
+from dlab.strategies.zero import MemoryTable, ZeRO
 
 __all__ = [
     "DDP",
     "AllReduceSGD",
     "AsyncSGD",
+    "MemoryTable",
     "ModelAveraging",
     "ParameterServer",
+    "PipelineSGD",
     "Strategy",
     "SyncSGD",
     "TensorParallel",

@@ -115,6 +115,14 @@ class Strategy:
         """Load this rank's part of the state of a whole model."""
         self.model.load_state_dict(state)
 
+    def saved_state(self) -> dict[str, Any]:
+        """Return what rank 0 saves of the model: by default all of it; every rank must call it."""
+        return self.whole_state()
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Load this rank's part of what `saved_state` has returned."""
+        self.load_whole_state(state)
+
     def settle(self) -> None:
         """Complete all communication between ranks before a checkpoint; every rank must call it."""
 

@@ -119,11 +119,37 @@ class BackendReducer(Reducer):
         return self._skipped_by_all()
 
 
-class SharedReducer(Reducer):
-    """Averages in shared memory on one host, without copies; shared weights need only a barrier to be published.
+class SkippedRounds:
+    """Which parameters a rank has not used in which round: it writes the number of the round where all can read it.
 
-    A rank that skips a parameter writes the number of the round where all can read it; usually nothing is written.
+    Usually nothing is written. A reader can be at most one round behind, so even and odd rounds have separate places.
     """
+
+    def __init__(self, transport: Transport, parameters: int) -> None:
+        self._rank, self._parameters, self._round = transport.rank, max(1, parameters), 1
+        memory = share_memory(transport, Counters.room(transport.size, 2 * self._parameters))
+        assert memory is not None
+        self._rounds = Counters(memory, transport.size, 2 * self._parameters)
+        self._mine: Sequence[int] = ()
+
+    def announce(self, parameters: Sequence[int]) -> None:
+        """Mark parameters that this rank has not used in this round."""
+        self._mine = parameters
+        for parameter in parameters:
+            self._rounds.announce(self._rank, self._round, self._place(parameter))
+
+    def by_all(self) -> list[int]:
+        """Return what all ranks have skipped, after each has announced its own, and begin the next round."""
+        found = [each for each in self._mine if not self._rounds.behind(self._round, self._place(each))]
+        self._round, self._mine = self._round + 1, ()
+        return found
+
+    def _place(self, parameter: int) -> int:
+        return self._round % 2 * self._parameters + parameter
+
+
+class SharedReducer(Reducer):
+    """Averages in shared memory on one host, without copies; shared weights need only a barrier to be published."""
 
     def __init__(self, transport: Transport, device: torch.device, shared: SharedAllReduce) -> None:
         super().__init__(transport, device)
@@ -131,11 +157,7 @@ class SharedReducer(Reducer):
 
     def empty(self, count: int, dtype: torch.dtype, parameters: int = 0) -> torch.Tensor:
         """Allocate the flat gradient in memory that all ranks can read."""
-        # a reader can be at most one round behind, so even and odd rounds have separate places
-        ranks, self._parameters, self._round = self.transport.size, max(1, parameters), 1
-        memory = share_memory(self.transport, Counters.room(ranks, 2 * self._parameters))
-        assert memory is not None
-        self._rounds = Counters(memory, ranks, 2 * self._parameters)
+        self._skips = SkippedRounds(self.transport, parameters)
         self._whole = self._shared.empty((count,), dtype)
         return self._whole
 
@@ -151,9 +173,7 @@ class SharedReducer(Reducer):
 
     def skip(self, parameters: Sequence[int]) -> None:
         """Mark parameters that this rank has not used in this round."""
-        self._skipped = parameters
-        for parameter in parameters:
-            self._rounds.announce(self.transport.rank, self._round, self._place(parameter))
+        self._skips.announce(parameters)
 
     def ready(self, piece: int) -> None:
         """Mark a piece as filled, and reduce this rank's part of all pieces that are complete on all ranks."""
@@ -166,13 +186,7 @@ class SharedReducer(Reducer):
         start = time.time()
         self._buckets.finish()
         self._tell(time.time() - start)
-        skipped, self._skipped = self._skipped, ()
-        found = [each for each in skipped if not self._rounds.behind(self._round, self._place(each))]
-        self._round += 1
-        return found
-
-    def _place(self, parameter: int) -> int:
-        return self._round % 2 * self._parameters + parameter
+        return self._skips.by_all()
 
     def _tell(self, seconds: float) -> None:
         """Report all buckets of a step as one collective, with the seconds that this rank spent in it."""

@@ -26,7 +26,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "two_layer": models.TwoLayer,
     "row_transformer": models.RowTransformer,
 }
-STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
+STRATEGIES: dict[str, Callable[..., strategies.Strategy]] = {
     "sync": strategies.SyncSGD,
     "allreduce": strategies.AllReduceSGD,
     "zero": strategies.ZeRO,
@@ -41,12 +41,15 @@ STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
 _SECONDS = 2.0  # between two lines under a launcher
 
 
-def train_in_terminal(model: str, strategy: str, workers: int, **options: Any) -> None:
+def train_in_terminal(model: str, strategy: str, workers: int, stage: int | None = None, **options: Any) -> None:
     """Run `dlab train`: in a cluster of its own, or as one rank if a launcher such as torchrun started this process."""
     for name, known in ((model, MODELS), (strategy, STRATEGIES)):
         if name not in known:
             raise ValueError(f"{name!r} is not known: use one of {', '.join(known)}")
-    training = Training(model=MODELS[model], strategy=STRATEGIES[strategy](), **options)
+    if stage is not None and strategy != "zero":
+        raise ValueError(f"--stage {stage} is for --strategy zero, and not for {strategy}")
+    made = STRATEGIES[strategy]() if stage is None else STRATEGIES[strategy](stage)
+    training = Training(model=MODELS[model], strategy=made, **options)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _train_as_rank(training)
     else:

@@ -45,7 +45,7 @@ def save_together(trainer: Trainer) -> None:
     )
     total, state = counts.sum(0), strategy.state()
     common = {
-        "model": strategy.whole_state(),
+        "model": strategy.saved_state(),
         "optimizer": None if "optimizer" in state else trainer.optimizer.state_dict(),
         "settings": settings(trainer),
         "place": [trainer.epoch, trainer.step, trainer.steps],
@@ -80,7 +80,7 @@ def resume(trainer: Trainer, saved: Checkpoint) -> None:
         if (there := common["settings"][name]) != here:
             raise ValueError(f"{saved.folder} was saved with {name}={there}: resume it with that, not with {here}")
     try:
-        strategy.load_whole_state(common["model"])
+        strategy.load_saved_state(common["model"])
     except RuntimeError as problem:
         reason = str(problem).splitlines()[-1].strip()
         raise ValueError(
@@ -103,6 +103,7 @@ def resume(trainer: Trainer, saved: Checkpoint) -> None:
         own = states[trainer.transport.rank]
         torch.set_rng_state(own["random"])
         for name, buffer in trainer.model.named_buffers():
-            buffer.copy_(own["buffers"][name])
+            if name in own["buffers"]:  # if not, it was cut in another way, and the state of the whole model has it
+                buffer.copy_(own["buffers"][name])
     if trainer.sampler.ranks != group.size:
         trainer.sampler.resplit(trainer.epoch, trainer.step, group.size)

@@ -1,6 +1,6 @@
 """Messages between ranks: one small interface, and the transports that implement it."""
 
-from dlab.transports.base import Group, Transport
+from dlab.transports.base import Group, SendRequest, Transport
 from dlab.transports.distributed import TorchTransport
 from dlab.transports.recorder import Emit, Recorder
 from dlab.transports.shared import SharedTransport, connect, share_memory
@@ -12,6 +12,7 @@ __all__ = [
     "Emit",
     "Group",
     "Recorder",
+    "SendRequest",
     "SharedTransport",
     "StoreTransport",
     "TorchTransport",

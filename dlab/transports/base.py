@@ -1,6 +1,7 @@
 """The interface of a transport that collectives are written on: send, receive, both at once, and a barrier.
 
-A collective is written once on this interface, and runs on threads, shared memory, gloo and NCCL.
+A collective is written once on this interface, and runs on threads, shared memory, gloo and NCCL. A pipeline also sends
+without waiting (`isend`), so that it can compute meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ TensorAndRank = tuple[torch.Tensor, int]  # a tensor, and the rank at the other 
 T = TypeVar("T")
 
 
+class SendRequest:
+    """A message that was sent without waiting, as MPI calls it: its tensor must not change until it is `done`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensor may change; False if that is not known without waiting."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the tensor may change; one that was sent at once has nothing to wait for."""
+
+
 class Transport(ABC):
     """Messages between `size` ranks, seen from `rank`. A message is the content of a contiguous tensor.
 
@@ -29,6 +42,7 @@ class Transport(ABC):
     size: int
     peers: Peers | None = None  # the processes at the other ends, where they are known
     processes: bool = True  # whether ranks are processes; threads share all their memory anyway
+    shares_memory: bool = True  # if not, ranks of one host send each other everything, as ranks of several do
 
     @property
     def members(self) -> Sequence[int]:
@@ -52,6 +66,20 @@ class Transport(ABC):
         self.check(tensor, source)
         self.move(None, (tensor, source))
 
+    def isend(self, tensor: torch.Tensor, destination: int) -> SendRequest:
+        """Send a tensor's content without waiting for the other side; MPI and torch use the same name.
+
+        Messages to one rank arrive in the order in which they were sent, by whichever of the methods. The tensor must
+        not change until the request that is returned is done. Every request must be waited for in the end: until then
+        a part of the message may still be here, since no thread sends it in the background.
+
+        >>> request = transport.isend(activations, destination=1)
+        >>> ...  # compute
+        >>> request.wait()
+        """
+        self.check(tensor, destination)
+        return self.start((tensor, destination))
+
     def exchange(self, outgoing: torch.Tensor, destination: int, incoming: torch.Tensor, source: int) -> None:
         """Send to one rank while receiving from another, or from the same one."""
         self.check(outgoing, destination)
@@ -61,6 +89,11 @@ class Transport(ABC):
     @abstractmethod
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """Send and receive at the same time; the only method that a transport must implement."""
+
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Start to send; where nothing better is known, send at once, and wait as long as that takes."""
+        self.move(outgoing, None)
+        return SendRequest()
 
     def barrier(self) -> None:
         """Wait until every rank has called it: log2(size) rounds of empty messages, each twice as far away."""
@@ -120,6 +153,7 @@ class Group(Transport):
         self._transport = transport.within([transport.members[each] for each in members], axis) if axis else transport
         self.rank, self.size = self._members.index(transport.rank), len(self._members)
         self.processes = transport.processes
+        self.shares_memory = self.shares_memory and transport.shares_memory
 
     @property
     def members(self) -> Sequence[int]:
@@ -133,6 +167,10 @@ class Group(Transport):
 
     def _address(self, message: TensorAndRank | None) -> TensorAndRank | None:
         return None if message is None else (message[0], self._members[message[1]])
+
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Start to send on the transport beneath, with the member's rank there."""
+        return self._transport.start((outgoing[0], self._members[outgoing[1]]))
 
     def label(self, phase: str, step: int) -> None:
         """Pass the phase of the next messages to the transport beneath."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported while there is no process group: its functions would keep that one for ever
 
 from dlab.memory.waits import waiting
-from dlab.transports.base import TensorAndRank, Transport
+from dlab.transports.base import SendRequest, TensorAndRank, Transport
 from dlab.transports.checked import compare, header
+
+Sending = tuple[torch.Tensor, dist.Work]  # a part of a message, kept alive until it is sent
 
 
 class TorchTransport(Transport):
@@ -42,6 +44,22 @@ class TorchTransport(Transport):
             compare(tuple(announced[0].tolist()), tensor, source, self.rank)
         self._both(outgoing, incoming)
 
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Start to send the header and the tensor; gloo's own threads send them."""
+        tensor, destination = outgoing
+        sending = list[Sending]()
+        with self._naming(outgoing, None), self._waiting(outgoing, None):  # while two ranks connect for the first time
+            for part in (self._announcement(tensor), tensor):
+                if part.numel() and (work := dist.isend(part, group=self._group, group_dst=destination)):
+                    sending.append((part, work))
+        return TorchSend(self, outgoing, sending)
+
+    def finish(self, outgoing: TensorAndRank, sending: list[Sending]) -> None:
+        """Wait until a message is sent."""
+        with self._naming(outgoing, None), self._waiting(outgoing, None):
+            for _, work in sending:
+                work.wait()
+
     def _announcement(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor(header(tensor), dtype=torch.int64, device=self._device)
 
@@ -52,11 +70,16 @@ class TorchTransport(Transport):
             incoming = None
         if outgoing is None and incoming is None:
             return
+        with self._naming(outgoing, incoming), self._waiting(outgoing, incoming):  # also while two ranks connect
+            for work in self._begin(outgoing, incoming):
+                work.wait()
+
+    @contextmanager
+    def _naming(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> Iterator[None]:
+        """Name the ranks in an error, because the backend names none, or only its address."""
         try:
-            with self._waiting(outgoing, incoming):  # also while two ranks connect for the first time
-                for work in self._begin(outgoing, incoming):
-                    work.wait()
-        except RuntimeError as problem:  # the backend names no rank, or only its address
+            yield
+        except RuntimeError as problem:
             doing = [f"send to rank {outgoing[1]}"] if outgoing else []
             doing += [f"receive from rank {incoming[1]}"] if incoming else []
             raise ConnectionError(f"rank {self.rank} could not {' and '.join(doing)}: {problem}") from None
@@ -75,6 +98,23 @@ class TorchTransport(Transport):
             if message is not None
         ]
         return dist.batch_isend_irecv(operations)
+
+
+class TorchSend(SendRequest):
+    """A message on its way; gloo does not tell whether it is done."""
+
+    def __init__(self, transport: TorchTransport, outgoing: TensorAndRank, sending: list[Sending]) -> None:
+        self._transport, self._outgoing, self._sending = transport, outgoing, sending
+
+    @property
+    def done(self) -> bool:
+        """Whether somebody has waited until it was sent."""
+        return not self._sending
+
+    def wait(self) -> None:
+        """Wait until it is sent."""
+        self._transport.finish(self._outgoing, self._sending)
+        self._sending = []
 
 
 def for_cpu(transport: Transport) -> Transport:

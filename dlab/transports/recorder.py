@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dlab.kinds import COLLECTIVE, MESSAGE, CollectiveData, MessageData, MessageDetails, Within
-from dlab.transports.base import TensorAndRank, Transport
+from dlab.transports.base import SendRequest, TensorAndRank, Transport
 
 READ = 1 << 12  # numbers in a message up to which the smallest and the largest are found, which takes long for more
 
@@ -43,7 +43,7 @@ class Recorder(Transport):
         self, transport: Transport, emit: Emit, group: Within | None = None, labels: Labels | None = None
     ) -> None:
         self.rank, self.size, self.peers = transport.rank, transport.size, transport.peers
-        self.processes = transport.processes
+        self.processes, self.shares_memory = transport.processes, transport.shares_memory
         self._transport, self._emit = transport, emit
         self._group: Within = group or {}
         self._labels = labels or Labels()
@@ -76,6 +76,14 @@ class Recorder(Transport):
         if outgoing is not None:
             tensor, destination = outgoing
             self.note(self.rank, destination, tensor.numel() * tensor.element_size(), start, content)
+
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Start to send, and record the message now: only its receiver knows when it arrives."""
+        tensor, destination = outgoing
+        content, start = describe_content(tensor), time.time()
+        request = self._transport.start(outgoing)
+        self.note(self.rank, destination, tensor.numel() * tensor.element_size(), start, content)
+        return request
 
     def barrier(self) -> None:
         """Wait for all ranks; the messages of a barrier are empty and are not recorded."""

@@ -2,12 +2,14 @@
 
 A large message passes through its ring in pieces while the other side takes them out, so no message is too large. A
 rank that has to wait checks a few times, then yields the core to other ranks, then sleeps: ranks may outnumber cores.
+What `isend` finds no room for is written whenever this rank next sends, receives or waits.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections import deque
 from collections.abc import Callable
 from zlib import crc32
 
@@ -19,11 +21,27 @@ from dlab.memory.mapping import host, lines, map_file, new_file
 from dlab.memory.ring import Ring
 from dlab.memory.tensors import bytes_of
 from dlab.memory.waits import name_ranks
-from dlab.transports.base import TensorAndRank, Transport
+from dlab.transports.base import SendRequest, TensorAndRank, Transport
 from dlab.transports.checked import compare, header
 from dlab.transports.distributed import TorchTransport
 
 _HEADER = struct.Struct("<QQ")
+
+
+class SharedSend(SendRequest):
+    """A message of which some parts may not be in the ring yet."""
+
+    def __init__(self, transport: SharedTransport, outgoing: TensorAndRank, parts: list[memoryview]) -> None:
+        self._transport, self.outgoing, self.parts = transport, outgoing, parts
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has been written to the ring."""
+        return not self.parts
+
+    def wait(self) -> None:
+        """Write the rest, as the receiver makes room for it."""
+        self._transport.write_all(self)
 
 
 class SharedTransport(Transport):
@@ -43,20 +61,25 @@ class SharedTransport(Transport):
         others = [other for other in range(size) if other != rank]
         self.outgoing = {other: ring(rank, other) for other in others}
         self.incoming = {other: ring(other, rank) for other in others}
+        self._unwritten: dict[int, deque[SharedSend]] = {}  # by destination, in order; only those that have some
 
     def move(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> None:
         """Write a piece of one message and read a piece of the other in turn, until both are complete."""
         to_send: list[memoryview] = []
         to_fill: list[memoryview] = []
         announced = bytearray(_HEADER.size)
+        behind: SharedSend | None = None  # the outgoing message, if others to the same rank must be written before
         if outgoing is not None:
-            to_send = [memoryview(_HEADER.pack(*header(outgoing[0]))), bytes_of(outgoing[0])]
+            if outgoing[1] in self._unwritten:
+                behind = self._queue(outgoing)
+            else:
+                to_send = _parts_of(outgoing[0])
         if incoming is not None:
             to_fill = [memoryview(announced), bytes_of(incoming[0])]
 
         wait: Backoff | None = None
-        while to_send or to_fill:
-            moved = 0
+        while to_send or to_fill or (behind is not None and behind.parts):
+            moved = self._write() if self._unwritten else 0
             if to_send and outgoing is not None:
                 moved += _advance(to_send, self.outgoing[outgoing[1]].put)
             if to_fill and incoming is not None:
@@ -68,8 +91,43 @@ class SharedTransport(Transport):
             if moved:
                 wait = None
             else:
-                wait = wait or self._backoff(outgoing if to_send else None, incoming if to_fill else None)
+                wait = wait or self._backoff(outgoing, incoming if to_fill else None)
                 wait()
+
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Write as much as there is room for, also as it becomes free meanwhile; the rest follows later."""
+        request = self._queue(outgoing)
+        while self._unwritten and self._write():
+            pass
+        return request
+
+    def write_all(self, request: SharedSend) -> None:
+        """Write until a message is complete, and whatever else can be written."""
+        wait: Backoff | None = None
+        while request.parts:
+            if self._write():
+                wait = None
+            else:
+                wait = wait or self._backoff(request.outgoing, None)
+                wait()
+
+    def _queue(self, outgoing: TensorAndRank) -> SharedSend:
+        request = SharedSend(self, outgoing, _parts_of(outgoing[0]))
+        self._unwritten.setdefault(outgoing[1], deque()).append(request)
+        return request
+
+    def _write(self) -> int:
+        """Write as much as there is room for of all messages that wait, and return the number of bytes."""
+        moved = 0
+        for destination, queue in list(self._unwritten.items()):
+            while queue:
+                moved += _advance(queue[0].parts, self.outgoing[destination].put)
+                if queue[0].parts:
+                    break
+                queue.popleft()
+            else:
+                del self._unwritten[destination]
+        return moved
 
     def _backoff(self, outgoing: TensorAndRank | None, incoming: TensorAndRank | None) -> Backoff:
         """Make a backoff for the rank to receive from, or else for the rank to send to."""
@@ -99,6 +157,8 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
     Every rank must call it. The memory has no name on disk and is freed with the last process that holds it. A machine
     without a memory fence gets None, and prints so. No recorder sees the messages with which the ranks agree on it.
     """
+    if not transport.shares_memory:
+        return None
     transport, members = transport.unrecorded(), list(transport.members)
     group = f"{crc32(str(members).encode()):08x}"  # a rank may take others for its members: then nothing would fit
     message, yes = torch.zeros(128, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
@@ -136,6 +196,10 @@ def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
     finally:
         if file >= 0:
             os.close(file)
+
+
+def _parts_of(tensor: torch.Tensor) -> list[memoryview]:
+    return [memoryview(_HEADER.pack(*header(tensor))), bytes_of(tensor)]
 
 
 def _advance(parts: list[memoryview], move: Callable[[memoryview], int]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dlab.transports.base import TensorAndRank, Transport, describe, mismatch
+from dlab.transports.base import SendRequest, TensorAndRank, Transport, describe, mismatch
 
 Wait = tuple[int, str, int]  # (1, "receive from", 2)
 
@@ -131,6 +131,24 @@ def _tell(path: list[Wait], returned: set[int]) -> str:
     return f"deadlock: {chain}" + (", which has returned" if last in returned else "")
 
 
+class ThreadSend(SendRequest):
+    """A message that waits in the queue between two ranks until the receiver takes it."""
+
+    def __init__(self, world: ThreadWorld, source: int, destination: int, message: _ThreadMessage) -> None:
+        self._world, self._source, self._offer = world, source, (destination, message)
+
+    @property
+    def done(self) -> bool:
+        """Whether the receiver has copied it."""
+        return self._offer[1].delivered
+
+    def wait(self) -> None:
+        """Wait until the receiver has copied it; a deadlock is noticed as in `send`."""
+        with self._world.changed:
+            while not self.done:
+                self._world.wait(self._source, None, self._offer)
+
+
 class ThreadTransport(Transport):
     """The transport of one rank of a `ThreadWorld`."""
 
@@ -154,6 +172,14 @@ class ThreadTransport(Transport):
                 if incoming is None and waits_to_send is None:
                     return
                 world.wait(self.rank, incoming[1] if incoming else None, waits_to_send)
+
+    def start(self, outgoing: TensorAndRank) -> SendRequest:
+        """Post the message, and do not wait until it is delivered."""
+        tensor, destination = outgoing
+        message = _ThreadMessage(tensor)
+        with self._world.changed:
+            self._world.post(message, self.rank, destination)
+        return ThreadSend(self._world, self.rank, destination, message)
 
     def _open(self, message: _ThreadMessage, tensor: torch.Tensor, source: int) -> None:
         if (message.tensor.numel(), message.tensor.dtype) != (tensor.numel(), tensor.dtype):

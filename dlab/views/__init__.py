@@ -3,6 +3,7 @@
 from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
+from dlab.views.pipeline import PipelineChart
 from dlab.views.shards import ShardView, shard_events
 from dlab.views.source import show_source
 from dlab.views.staleness import Staleness
@@ -14,6 +15,7 @@ __all__ = [
     "GradientFlow",
     "LossCurves",
     "Messages",
+    "PipelineChart",
     "ShardView",
     "Staleness",
     "Throughput",

@@ -26,6 +26,7 @@ from dlab.views.curves import LossCurves
 from dlab.views.gradients import GradientFlow
 from dlab.views.messages import Messages
 from dlab.views.page import PagePart, frame
+from dlab.views.pipeline import PipelineChart
 from dlab.views.ranks import Ranks
 from dlab.views.shards import ShardView
 from dlab.views.staleness import Staleness
@@ -75,7 +76,7 @@ class Panel:
     def __init__(self, run: Watched) -> None:
         self.run: Any = run
         timeline = Timeline()
-        others = (Staleness(), GradientFlow(), Messages(), ShardView())
+        others = (PipelineChart(), Staleness(), GradientFlow(), Messages(), ShardView())
         self.views: list[View] = [Ranks(timeline=timeline), LossCurves(), Throughput(), timeline, *others]
         self.knobs: dict[str, Any] = {}  # knobs that the run has declared, with their defaults
         self._seen = self._states = 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dlab.events import Event
-from dlab.kinds import KINDS, LOG, MESSAGE, SLICE
+from dlab.kinds import ACTION_FORM, KINDS, LOG, MESSAGE, SCHEDULE, SLICE
 
 RANKS = 1 << 16  # higher ranks are not drawn
 ROUNDS = 1 << 20  # maximal number of rounds of collectives
@@ -21,8 +21,9 @@ STEPS = 1 << 31  # the browser gets steps as 32 bits
 LATEST = 1e12  # seconds: beyond this a float cannot resolve microseconds
 LARGEST = float(np.finfo(np.float32).max)  # a larger loss counts as infinite: weights and browsers use 32 bits
 _NAME, _SENTENCE = 80, 2000  # characters that are kept
-_PLURAL = {"samples", "norms", "bytes", "ranks", "labels"}
-_PHRASES = {noun: noun for noun in ("text", "numbers by layer")} | {"other rank": "another rank"}  # others take "a"
+_PLURAL = {"samples", "norms", "bytes", "ranks", "labels", "actions", "starts", "ends"}
+_PHRASES = {noun: noun for noun in ("text", "numbers by layer")}  # others take "a"
+_PHRASES |= {"other rank": "another rank", "action": "an action", "as long": "as many as its actions"}
 
 # logged numbers: the range in which each can be drawn
 LIMITS = {
@@ -101,6 +102,10 @@ def usable_data(kind: str, data: Data) -> Data:
         raise Unusable(kind, "destination", "other rank")
     if kind == SLICE and not _lies_in(data["slice"], data["shape"]):
         raise Unusable(kind, "slice", "part of the shape")
+    if kind == SCHEDULE:
+        for field in ("starts", "ends"):
+            if len(data[field]) != len(data["actions"]):
+                raise Unusable(kind, field, "as long")
     return data
 
 
@@ -168,6 +173,10 @@ def _waiting(value: Any) -> Data | None:
     return {**value, "words": _sentence(value["words"])}
 
 
+def _action(value: Any) -> str | None:
+    return value if isinstance(value, str) and ACTION_FORM.fullmatch(value) else None
+
+
 def _lies_in(spans: list[tuple[int, int]], shape: list[int]) -> bool:
     return len(spans) == len(shape) and all(stop <= size for (_, stop), size in zip(spans, shape, strict=True))
 
@@ -189,6 +198,9 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "whole number": _step,
     "whole number from 0 on": _round,
     "number of seconds": _moment,
+    "action": _action,
+    "list of actions": _list_of(_action),
+    "list of times": _list_of(_moment),
 }
 _FIELDS = {
     kind.name: [(field, _READ[field.noun]) for field in kind.fields if field.noun in _READ]

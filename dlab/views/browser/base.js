@@ -107,7 +107,8 @@ class Board {
 function addReplay(parent, pictures, seconds = 8) {
   const bar = make("div", parent, { className: "dlab-replay" });
   const play = make("button", bar, { type: "button", textContent: "▶" });
-  const unit = pictures[0].view.clock === "own" ? "steps" : "time";
+  const [{ view }] = pictures;
+  const unit = view.unit ?? (view.clock === "own" ? "steps" : "time");
   const label = make("label", bar, { textContent: `replay, position in ${unit} ` });
   const slider = make("input", label, { type: "range", min: 0, max: 1000, value: 1000 });
   const place = make("output", bar);
@@ -130,7 +131,8 @@ function addReplay(parent, pictures, seconds = 8) {
   const tell = () => { // how far it is, of how much
     const ends = pictures.map((picture) => picture.view.extent(picture.data)[1]);
     const now = (Math.max(...ends) * slider.value) / slider.max;
-    const digits = (value) => (unit === "time" ? `${value.toFixed(2)} s` : Math.ceil(value));
+    const plain = (value) => (unit === "time" ? `${value.toFixed(2)} s` : Math.ceil(value));
+    const digits = (value) => view.digits?.(value, pictures[0].data) ?? plain(value);
     place.textContent = `${digits(now)} of ${digits(Math.max(...ends))}`;
   };
   const tick = (now) => {
