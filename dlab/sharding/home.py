@@ -1,4 +1,4 @@
-"""Where a parameter lives: each rank keeps its part of it, in the same object, so that optimizers go on with it."""
+"""Where a parameter lives: each rank keeps its part in the same `nn.Parameter`, so that optimizers still know it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dlab.kinds import SLICE, SliceData
 from dlab.layout import Placed
+from dlab.processes.worker.context import emit
 from dlab.sharding.initial import Postponed, part_of, put
 
 CUT = WeakIdKeyDictionary()  # the layout, whole shape and slices of parameters of which this process holds a part
@@ -28,7 +30,7 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Home:
-    """Where a parameter lives: its layout, whole shape, and what stands for it while nothing runs but a plan."""
+    """Where a parameter lives: its layout, its whole shape, and a stand-in without values while only a plan is made."""
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         self.parameter, self.name, self.shape = parameter, name, tuple(parameter.shape)
@@ -42,7 +44,7 @@ class Home:
             self.placed, self.shape, _ = known
 
     def settle(self, placed: Placed, rank: int) -> None:
-        """Keep only this rank's part; the parameter stays the same object, for optimizers that know it."""
+        """Keep only this rank's part, and tell which; the parameter stays the same object, for optimizers."""
         if (known := CUT.get(self.parameter)) is not None and known[0].used:
             raise ValueError(
                 f"{self.name} is cut already, {known[0]}, by another AutoParallel of the same network: make it "
@@ -57,6 +59,10 @@ class Home:
             self.parameter.grad = None if gradient is None else part_of(gradient, slices)
         CUT[self.parameter] = placed, self.shape, slices  # only now: what has a weak reference cannot be made in place
         _times_cut.append(None)
+        if placed.layout.size > 1:
+            spans = [(each.start, each.stop) for each in slices]
+            told: SliceData = {"tensor": self.name, "shape": list(self.shape), "slice": spans}
+            emit(SLICE, told)
 
     def value(self) -> torch.Tensor:
         """Return what this rank holds of the parameter; one that has not been made or placed is made whole for it."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from dlab.layout import Layout, Placed, refine, within
+from dlab.layout import Layout, Placed
+from dlab.sharding.refinement import refine, within
 
 UNCUT = "."  # the subscript of a dimension of length 1 that is repeated along another operand's, and never cut
 Strategy = tuple[Any, ...]

@@ -24,7 +24,7 @@ views.messages = {
     const { picture } = paint;
     picture.options.bar.hidden = !slider(picture) || data.steps.length < 2; // a live picture has nothing to go through
     picture.options.messages = []; // where each message is drawn: a box, and its place in the data
-    if (!data.steps.length) return writeNothing(paint);
+    if (!data.steps.length) return writeNothing(paint, "No messages were recorded."); // the title says what went without
     const now = atCursor(data, until);
     const place = layOut(data, paint.width);
     picture.box.dataset.step = now.index < 0 ? "" : `${data.steps[now.index].phase} ${data.steps[now.index].step}`.trim();
