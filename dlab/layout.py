@@ -1,16 +1,17 @@
 """Layouts: which rank holds which part of a tensor, written with the names of a device matrix's axes.
 
 `Layout((2, 2, 2), ("dp", "sp", "mp"))` puts 8 ranks on a grid, the first axis slowest. Calling it with one entry for
-each dimension of a tensor says which axes cut that dimension. Nothing here communicates, and no rank need be there.
+each dimension of a tensor says which axes cut that dimension. Nothing here communicates, or needs ranks that run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import pairwise
-from math import prod
+from fractions import Fraction
+from functools import cache, cached_property
+from math import isqrt, prod
+from operator import index
 from typing import Any
 
 Entry = str | tuple[str, ...] | None
@@ -34,25 +35,25 @@ class Layout:
     major: str = "first"
 
     def __post_init__(self) -> None:
-        shape: Any = self.device_matrix
-        names: Any = self.names
-        if isinstance(shape, int) or isinstance(names, str):
+        given: Any = self.device_matrix, self.names
+        if not all(isinstance(each, Sequence) and not isinstance(each, str) for each in given):
             raise ValueError(
-                f"Layout({shape!r}, {names!r}): give a tuple of lengths and a tuple of names, one per axis"
+                f"Layout({given[0]!r}, {given[1]!r}): give a tuple of lengths and a tuple of names, one per axis"
             )
-        object.__setattr__(self, "device_matrix", tuple(shape))
-        object.__setattr__(self, "names", tuple(names))
-        if not shape or not all(type(length) is int and length > 0 for length in shape):
-            raise ValueError(f"a device matrix of {tuple(shape)} is not possible: give whole numbers, 1 or more")
+        shape, names = whole_numbers(given[0]), tuple(given[1])
+        if not shape or min(shape) < 1:
+            raise ValueError(f"a device matrix of {tuple(given[0])} is not possible: give whole numbers, 1 or more")
+        object.__setattr__(self, "device_matrix", shape)
+        object.__setattr__(self, "names", names)
         if len(shape) != len(names):
             raise ValueError(
-                f"a device matrix of {tuple(shape)} has {len(shape)} axes but {len(names)} names, {tuple(names)}: give "
+                f"a device matrix of {shape} has {len(shape)} axes but {len(names)} names, {names}: give "
                 "one name for each axis"
             )
         for name in names:
             if not isinstance(name, str) or name in ("", "None"):
                 raise ValueError(f"an axis cannot be called {name!r}: give a word, such as 'dp'")
-            if list(names).count(name) > 1:
+            if names.count(name) > 1:
                 raise ValueError(f"two axes are called {name!r}: give each axis its own name")
         if self.major not in ORDERS:
             raise ValueError(f"major={self.major!r}: the major name of a tuple is its 'first' or its 'last'")
@@ -188,18 +189,16 @@ class Placed:
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of one rank's part of a tensor of this shape."""
-        if not isinstance(shape, Sequence) or not all(type(length) is int and length >= 0 for length in shape):
-            given = f"a {type(shape).__name__}" if hasattr(shape, "shape") else repr(shape)
-            raise ValueError(f"a shape is a tuple of whole numbers, such as (32, 784), not {given}")
+        shape = check_shape(shape)
         if len(shape) != len(self.dims):
             raise ValueError(
-                f"{self} is for a tensor with {_count(len(self.dims), 'dimension')}, but the shape {tuple(shape)} has "
+                f"{self} is for a tensor with {_count(len(self.dims), 'dimension')}, but the shape {shape} has "
                 f"{len(shape)}: give one entry for each dimension"
             )
         for dim, length in enumerate(shape):
             if length % self.cuts(dim):
                 raise ValueError(
-                    f"dimension {dim} of the shape {tuple(shape)} cannot be cut into {self.cuts(dim)} equal parts "
+                    f"dimension {dim} of the shape {shape} cannot be cut into {self.cuts(dim)} equal parts "
                     f"along {' and '.join(self.dims[dim])}: {_nearest(length, self.cuts(dim))} would work"
                 )
         return tuple(length // self.cuts(dim) for dim, length in enumerate(shape))
@@ -263,6 +262,23 @@ class Placed:
         return text + (f".with_partial({', '.join(map(repr, self.partial))})" if self.partial else "")
 
 
+def whole_numbers(given: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return whole numbers of any kind, such as NumPy's, as those of Python; None if one is something else."""
+    try:
+        return None if any(isinstance(number, bool) for number in given) else tuple(map(index, given))
+    except TypeError:
+        return None
+
+
+def check_shape(given: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor as a tuple of whole numbers, or raise an error."""
+    shape = whole_numbers(given) if isinstance(given, Sequence) else None
+    if shape is None or min(shape, default=0) < 0:
+        shown = f"a {type(given).__name__}" if hasattr(given, "shape") else repr(given)
+        raise ValueError(f"a shape is a tuple of whole numbers, such as (32, 784), not {shown}")
+    return shape
+
+
 def check_placed(given: Any, what: str) -> None:
     """Raise an error if something is not the layout of a tensor."""
     if isinstance(given, Layout):
@@ -278,79 +294,26 @@ def replicated(layout: Layout, dims: int) -> Placed:
     return Placed(layout, ((),) * dims)
 
 
-@lru_cache(maxsize=4096)
-def refine(*layouts: Layout) -> Layout | None:
-    """Return one device matrix whose axes, alone or several together, are the axes of all of these.
-
-    (2, 4) and (4, 2) have (2, 2, 2) in common. Some have none, such as (2, 3) and (3, 2): then it is None. An axis
-    keeps the name of the first layout that has it whole; one that is cut has numbered parts.
-    """
-    total = layouts[0].size
-    for layout in layouts:
-        layout.check_ranks(total)
-    bounds = sorted({1, total} | {stride for layout in layouts for stride in layout.strides.values()})
-    if any(high % low for low, high in pairwise(bounds)):
-        return None
-    shape: list[int] = []
-    names: list[str] = []
-    for low, high in reversed(list(pairwise(bounds))):
-        shape.append(high // low)
-        names.append(_name_between(low, high, layouts, names))
-    return Layout(tuple(shape), tuple(names)) if shape else Layout((1,), layouts[0].names[:1])
-
-
-def _name_between(low: int, high: int, layouts: Sequence[Layout], taken: Sequence[str]) -> str:
-    covering = ""
-    for layout in layouts:
-        for name, stride in layout.strides.items():
-            end = stride * layout.lengths[name]
-            if (stride, end) == (low, high) and name not in taken:
-                return name
-            if stride <= low and high <= end and not covering:
-                covering = name
-    number = 0
-    while (name := f"{covering}.{number}") in taken:
-        number += 1
-    return name
-
-
-def within(placed: Placed, fine: Layout) -> Placed:
-    """Return the same placement, written with the axes of a finer device matrix."""
-    if placed.layout is fine:
-        return placed
-    fine.check_ranks(placed.layout.size)
-
-    def parts(name: str) -> tuple[str, ...]:
-        low, length = placed.layout.strides[name], placed.layout.lengths[name]
-        found = [axis for axis in fine.names if fine.lengths[axis] > 1 and low <= fine.strides[axis] < low * length]
-        if prod(fine.lengths[axis] for axis in found) != length or (found and fine.strides[found[-1]] != low):
-            raise ValueError(
-                f"{fine} has no axes that together are {name!r} of {placed.layout}: use refine({placed.layout!r}, "
-                f"{fine!r}), if that is not None"
-            )
-        return tuple(found)
-
-    dims = tuple(tuple(part for name in dim for part in parts(name)) for dim in placed.dims)
-    return Placed(fine, dims, tuple(part for name in placed.partial for part in parts(name)))
-
-
 def _fitting(device_matrix: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
     """Return up to two device matrices for this number of ranks: those that change the fewest axes, by the least."""
+    Found = list[tuple[int, Fraction, tuple[int, ...]]]  # axes that change, by which factor in all, and the matrix
+    small = [number for number in range(1, isqrt(ranks) + 1) if ranks % number == 0]
+    divisors = sorted({*small, *(ranks // number for number in small)})
 
-    def factorised(number: int, axes: int) -> Iterator[tuple[int, ...]]:
-        if axes == 1:
-            yield (number,)
-            return
-        for first in range(1, number + 1):
-            if number % first == 0:
-                yield from ((first, *rest) for rest in factorised(number // first, axes - 1))
+    @cache
+    def best(number: int, axis: int) -> Found:
+        """The best two ways to put this number of ranks on the axes from this one on."""
+        if axis == len(device_matrix):
+            return [(0, Fraction(1), ())] if number == 1 else []
+        old, found = device_matrix[axis], []
+        for new in (each for each in divisors if number % each == 0):
+            factor = Fraction(max(old, new), min(old, new))
+            for changed, by, others in best(number // new, axis + 1):
+                found.append((changed + (new != old), factor * by, (new, *others)))
+        return sorted(found)[:2]
 
-    def change(other: tuple[int, ...]) -> tuple[int, float]:
-        ratios = [max(old / new, new / old) for old, new in zip(device_matrix, other, strict=True)]
-        return sum(ratio > 1 for ratio in ratios), prod(ratios)
-
-    found = sorted(factorised(ranks, len(device_matrix)), key=change)
-    return [other for other in found[:2] if change(other) == change(found[0])]
+    found = best(ranks, 0)
+    return [matrix for changed, by, matrix in found if (changed, by) == found[0][:2]]
 
 
 def _nearest(length: int, cuts: int) -> str:

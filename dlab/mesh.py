@@ -17,7 +17,7 @@ from dlab.transports import Group, Transport
 
 
 class RankGrid:
-    """The numbers of ranks on a grid with named axes, the first axis slowest; no rank need be there."""
+    """The numbers of ranks on a grid with named axes, the first axis slowest; it needs no ranks that run."""
 
     def __init__(self, shape: Sequence[int], names: Sequence[str]) -> None:
         if not isinstance(shape, Sequence):

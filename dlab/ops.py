@@ -17,7 +17,7 @@ from dlab.sharding.tensor import RULES, call, functions
 
 
 class Operator:
-    """A function of torch, and how its inputs and its result are cut."""
+    """A function of torch, together with how its inputs and its result are cut."""
 
     function: Any
 
@@ -66,31 +66,31 @@ class MatMul(Operator):
 
 
 class ReLU(Operator):
-    """Negative numbers become 0."""
+    """Replaces negative elements by 0."""
 
     function = staticmethod(torch.relu)
 
 
 class Gelu(Operator):
-    """The activation of transformers, a smooth ReLU."""
+    """A smooth ReLU, the usual activation of transformers."""
 
     function = staticmethod(F.gelu)
 
 
 class Add(Operator):
-    """The sum of two tensors, number by number."""
+    """The sum of two tensors, element by element."""
 
     function = staticmethod(torch.add)
 
 
 class Mul(Operator):
-    """The product of two tensors, number by number."""
+    """The product of two tensors, element by element."""
 
     function = staticmethod(torch.mul)
 
 
 class Softmax(Operator):
-    """Exponentials divided by their sum along a dimension, which cannot be cut."""
+    """Exponentials divided by their sum along one dimension, which cannot be cut."""
 
     function = staticmethod(torch.softmax)
 
@@ -112,13 +112,13 @@ class LayerNorm(Operator):
 
 
 class Embedding(Operator):
-    """The rows of a table, `Embedding()(ids, table)`; where rows are cut, each rank looks up those that it has."""
+    """Looks up rows of a table: `Embedding()(ids, table)`; where rows are cut, a rank looks up those that it holds."""
 
     function = staticmethod(F.embedding)
 
 
 class ReduceSum(Operator):
-    """The sum over some dimensions; where they are cut, a partial sum."""
+    """The sum over some dimensions; if one of them is cut, each rank has a partial sum."""
 
     function = staticmethod(torch.sum)
 
@@ -130,7 +130,7 @@ class ReduceSum(Operator):
 
 
 class Flatten(Operator):
-    """Joins all dimensions but the first."""
+    """Joins the dimensions `start_dim` to `end_dim` into one, by default all but the first."""
 
     function = staticmethod(torch.flatten)
 
@@ -139,7 +139,7 @@ class Flatten(Operator):
 
 
 class Transpose(Operator):
-    """Dimensions in another order: `Transpose((1, 0))`."""
+    """Puts the dimensions into another order: `Transpose((1, 0))` transposes a matrix."""
 
     function = staticmethod(torch.permute)
 
@@ -152,13 +152,13 @@ class Transpose(Operator):
 
 
 class CrossEntropy(Operator):
-    """The mean loss of scores (samples, classes) and labels; the classes cannot be cut."""
+    """The mean loss of scores (samples, classes), given the labels; the classes cannot be cut."""
 
     function = staticmethod(F.cross_entropy)
 
 
 def shard(function: Any, in_strategy: tuple[Any, ...] | None = None, out_strategy: Any = None) -> Operator:
-    """Return a function of torch that is cut by a strategy inside of `AutoParallel`.
+    """Return an operator that calls a function of torch, cut by a strategy inside of `AutoParallel`.
 
     >>> matmul = dlab.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))
     """

@@ -3,6 +3,10 @@
 import signal
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("dlab", deadline=None)  # other processes may have the processor at any moment
+settings.load_profile("dlab")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -12,8 +12,11 @@ from dlab.collectives import ring_allreduce
 
 
 def notes_of(work, ranks, path):
-    """What a rehearsal's page says, wherever one points."""
-    dlab.Messages(dlab.rehearse(work, ranks).messages).save_html(path)
+    """What a rehearsal's page says, wherever one points; no message takes so long that its bar hides the others."""
+    messages = dlab.rehearse(work, ranks).messages
+    for number, event in enumerate(messages):
+        event.data.update(start=float(number), end=number + 1.0)
+    dlab.Messages(messages).save_html(path)
     try:
         with open_browser(None) as chromium, chromium.page(viewport={"width": 900, "height": 600}) as (page, _):
             page.goto(path.as_uri())

@@ -1,5 +1,7 @@
 """The live strategy of lesson 07 in a real browser: pictures and bytes follow the sliders, and a button runs it."""
 
+import re
+
 import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'dlab[test]'").expect
@@ -34,3 +36,13 @@ def test_pictures_and_bytes_follow_the_sliders_and_a_button_runs_the_strategy(ch
         notebook.drag(output, "columns", 1.0)
         expect(output).to_contain_text("makes 16 parts, which 8 ranks cannot share equally")
         expect(output).not_to_contain_text("recorded")
+        notebook.press(output, "run in processes")  # refused before any process begins, and said once
+        expect(output).not_to_contain_text("run in processes …")
+        expect(output).not_to_contain_text("Traceback")
+
+        notebook.drag(output, "ranks", 0.0)
+        notebook.drag(output, "columns", 0.0)
+        expect(output).to_contain_text("ranks: 4, rows: 2, inner: 1, columns: 1")
+        expect(output).to_contain_text("(0,0,0,1)")  # two ranks hold copies
+        notebook.press(output, "run in processes")
+        expect(output).to_contain_text(re.compile("4 processes: recorded ([\\d,]+) bytes per rank, predicted \\1"))

@@ -4,8 +4,10 @@ import copy
 import json
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ grid = dlab.Layout((2, 4), ("dp", "tp"))
         (tp("None", "None"), tp("None", "tp")),
         (grid(None, None), grid(None, ("tp", "dp"))),
         dlab.ops.MatMul().shard(((1, 1), (1, 8))),
+        dlab.shard(torch.matmul, in_strategy=((1, 1), (1, 8))),
     ],
 )
 def test_the_strategy_that_sends_nothing(strategy):
@@ -79,6 +82,12 @@ def test_the_strategy_that_sends_nothing(strategy):
         (None, "None is not a strategy"),
         ((tp("tp", None), tp(None, "tp")), "tp"),
         ((tp(None, None), dlab.Layout((4,), ("tp",))(None, "tp")), "4"),
+        (dlab.ops.MatMul(), "None is not a strategy"),
+        (dlab.ops.MatMul().shard(((8, 1), (1, 1))), "the rows of x are cut into 8"),
+        (dlab.ops.MatMul().shard(((1, 1), (1, 8)), out_strategy=((1, 1),)), "leave out_strategy away"),
+        (dlab.ops.MatMul(transpose_b=True).shard(((1, 1), (8, 1))), "w is 784 × 512 here and is not transposed"),
+        (dlab.ops.Add().shard(((1, 1), (1, 8))), "is not a matmul: give the strategy of dlab.ops.MatMul()"),
+        (torch.ones(40, 2), "... is not a strategy: give the cuts of x"),
     ],
 )
 def test_a_strategy_that_sends_or_repeats_is_told_why(strategy, sentence):
@@ -124,6 +133,8 @@ def test_the_bytes_that_are_called_right_are_those_that_ranks_send():
 
 def test_right_bytes_of_another_type_pass():
     assert check_bytes(15360.0, 2 * 3 / 4 * (784 * 128 + 128 * 320) * 4).startswith("well done")
+    assert check_bytes(Fraction(15360), torch.tensor(847872)).startswith("well done")
+    assert check_bytes(np.int64(15360), np.float32(847872)).startswith("well done")
 
 
 local, w1, w2 = 8 * 320, 784 * 128, 128 * 320
@@ -131,13 +142,15 @@ FORWARD = [
     (2 * local * 4, "it is not 20,480 bytes: an all-reduce over n ranks sends 2(n-1)/n of a tensor, and this is witho"),
     (3 / 4 * local * 4, "an all-reduce is a reduce-scatter and an all-gather, so there is a factor of 2"),
     (1.5 * local, "that is how many numbers are sent, and each of them has 4 bytes"),
-    (1.5 * 32 * 320 * 4, "that is for whole tensors, and each rank sends of its own part only"),
+    (1.5 * 32 * 320 * 4, "that is for whole tensors, or for 4 ranks together, and each rank sends of its own part on"),
+    (2 * 15360, "that is twice as much as a rank sends: what it receives is not counted again"),
+    (15, "that is right in KiB"),
     (2 * 15 / 16 * local * 4, "that is for a group of all 16 ranks, and each all-reduce is among 4"),
     (16 * 1.5 * local * 4, "that is what all 16 ranks send together"),
     (local * 4, "without (n-1)/n; and an all-reduce is a reduce-scatter and an all-gather"),
     (
         2 * 15 / 16 * 32 * 320 * 4,
-        "that is for whole tensors, and each rank sends of its own part only; and that is for",
+        "that is for whole tensors, or for 4 ranks together, and each rank sends of its own part only; and that is fo",
     ),
     (0, "the second matmul's inner dimension is cut into 4, so its ranks hold partial sums"),
     (15360 + 847872, "that is forward and backward together"),
@@ -147,6 +160,7 @@ FORWARD = [
     (12289, "find the operator whose ranks hold partial sums"),
     (-1, "find the operator"),
     ("many", "forward it is 'many': give a number of bytes"),
+    (torch.ones(2), "forward it is tensor([1., 1.]): give a number of bytes"),
     (True, "forward it is True: give a number"),
     (..., "forward it is Ellipsis: give a number"),
 ]
@@ -165,6 +179,7 @@ BACKWARD = [
     (16 * 847872, "that is what all 16 ranks send together"),
     (847872 + 1.5 * 8 * 784 * 4, "that has the gradient of x in it, and x are images"),
     (847872 + 1.5 * 8 * 128 * 4, "that has the gradient of what ReLU gives in it"),
+    (2 * 847872, "that is twice as much as a rank sends"),
     (5, "find the weights of which several ranks hold copies"),
     (None, "backward it is None: give a number of bytes"),
 ]
@@ -215,6 +230,15 @@ RIGHT_TABLES = {
     "open": each(lambda part: slice(part.start or None, part.stop)),
     "coordinates": {(rank // 4, rank // 2 % 2, rank % 2): part for rank, part in table().items()},
     "lists": [list(part) for part in table().values()],
+    "texts": {r: (f"{a.start}:{a.stop}", f"{b.start}:{b.stop}") for r, (a, b) in table().items()},
+    "text from the end": {
+        r: f"w[{a.start - 16}:{a.stop - 16 or ''}, {b.start}:{b.stop}]" for r, (a, b) in table().items()
+    },
+    "keys as text": {f"({r // 4},{r // 2 % 2},{r % 2})": part for r, part in table().items()},
+    "rank in words": {f"rank {rank}": part for rank, part in table().items()},
+    "array": np.array([[(part.start, part.stop) for part in row] for row in table().values()]),
+    "tensor": torch.tensor([[(part.start, part.stop) for part in row] for row in table().values()]),
+    "floats": each(lambda part: (part.start / 1, part.stop / 1)),
     "layout": dlab.Layout((2, 2, 2), ("dp", "sp", "mp"))(("mp", "sp"), "dp").slices((16, 6)),
 }
 
@@ -254,6 +278,12 @@ WRONG_TABLES = [
     (table() | {3: (0, 4)}, "rank 3 has (0, 4): give"),
     (table() | {3: ("a", "bc")}, "rank 3 has ('a', 'bc'): give"),
     (table() | {3: None}, "rank 3 has None: give"),
+    (table() | {3: "w[12.0:16, 0:3]"}, "rank 3 has 'w[12.0:16, 0:3]': give"),
+    (table() | {3: "w[12:16:2, 0:3]"}, "rank 3 has 'w[12:16:2, 0:3]': give"),
+    (table() | {3: (slice(12, 16, 2), slice(0, 3))}, "rank 3 has (slice(12, 16, 2), slice(0, 3, None)): give"),
+    (table() | {3: ((12, 16.5), (0, 3))}, "rank 3 has ((12, 16.5), (0, 3)): give"),
+    (table() | {"rank 9": table()[0]}, "there is no rank 9: the ranks are 0 to 7"),
+    ("\n".join(f"w[{a.start}:{a.stop}, {b.start}:{b.stop}]" for a, b in table().values()), "is not a table"),
     (
         table() | {6: (slice(4, 8), slice(0, 3))},
         "rank 6 has 0:3, but it is (dp 1, sp 1, mp 0), and its part of the col",
@@ -447,6 +477,13 @@ def changed_in_the_end(ctx, gradient):
     return answer
 
 
+def in_half_the_digits(ctx, x, w, transport):
+    ctx.save_for_backward(x, w)
+    product = x.float() @ w.float()
+    ring_allreduce(product, transport)
+    return product.double()
+
+
 def rank_0_only(ctx, x, w, transport):
     ctx.save_for_backward(x, w)
     product = x @ w
@@ -482,7 +519,7 @@ WRONG_LAYERS = [
     (layer(in_place), "forward has changed x, which is the caller's: make a new tensor for the product"),
     (layer(gathered), "are right, but the ranks send 9,216 bytes forward"),
     (layer(summed(naive_allreduce)), "with 3 ranks, result and gradients are right, but the ranks send"),
-    (layer(summed(naive_allreduce)), "that is naive_allreduce, so take ring_allreduce"),
+    (layer(summed(naive_allreduce)), "that is what naive_allreduce takes, so take ring_allreduce"),
     (layer(kept_on_ctx, reduced_back), "the gradient of x is 2 times what it should be: backward all-reduces as well"),
     (layer(kept_on_ctx, reduced_back_in_place), "backward has changed the gradient that it is given"),
     (
@@ -509,10 +546,15 @@ WRONG_LAYERS = [
     (layer(kept_on_ctx, lambda ctx, g: (g @ ctx.w.T, ctx.w * 1, None)), "gradient of w is wrong: it is x.T @ gradient"),
     (layer(kept_on_ctx, lambda ctx, g: (g @ ctx.w.T, ctx.x.T @ g)), "ended in RuntimeError"),
     (layer(kept_on_ctx, lambda ctx, g: (ctx.x.T @ g, g @ ctx.w.T, None)), "ended in RuntimeError"),
+    (
+        layer(in_half_the_digits),
+        "is right to a few digits only: x and w are float64 here, so compute in the type of the",
+    ),
     (layer(rank_0_only), "there is a deadlock: rank 0 waits"),
     (layer(two_ranks_only), "with 3 ranks, "),
     (layer(by_dlab), "this calls dlab's own AllReduce.forward, which is the answer: write x @ w and ring_allreduce"),
     (layer(lambda ctx, x, w, transport: None), "forward gives None: return the product, a tensor"),
+    (layer(lambda ctx, x, w, transport: (x @ w, x)), "...: return the product, a tensor"),
     (
         layer(lambda ctx, x, w, transport: x @ w[:, :3]),
         "forward gives a tensor of shape (12, 3), but the product has (12, 36)",

@@ -4,6 +4,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from fractions import Fraction
 from itertools import pairwise, product
 from math import prod
 
@@ -12,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlab.layout import Layout, Placed, refine, replicated, within
+from dlab.layout import Layout, Placed, replicated
+from dlab.sharding.refinement import refine, within
 
 LAYOUT = Layout((2, 2, 2), ("dp", "sp", "mp"))
 
@@ -214,6 +217,13 @@ def test_another_process_finds_the_same_layout_in_a_set():
     assert shown.stdout.decode().split() == ["True", "True"], shown.stderr.decode()
 
 
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    two, shape = np.int64(2), tuple(np.array([32, 784]))
+    layout = Layout([two, 2, 2], ["dp", "sp", "mp"])
+    assert layout == LAYOUT and repr(layout) == repr(LAYOUT)
+    assert repr(layout("mp", "sp").slices(shape)) == repr(LAYOUT("mp", "sp").slices((32, 784)))
+
+
 # ---------------------------------------------------------------------------------------------- errors
 
 
@@ -221,7 +231,10 @@ def test_another_process_finds_the_same_layout_in_a_set():
     ("make", "words"),
     [
         (lambda: Layout(8, "tp"), ["Layout(8, 'tp')", "a tuple of lengths and a tuple of names"]),
+        (lambda: Layout((2, 2), iter(("dp", "tp"))), ["a tuple of lengths and a tuple of names"]),
+        (lambda: Layout(None, ("dp",)), ["Layout(None, ('dp',))", "a tuple of lengths and a tuple of names"]),
         (lambda: Layout((), ()), ["()", "1 or more"]),
+        (lambda: Layout((True, 2), ("a", "b")), ["(True, 2)", "whole numbers"]),
         (lambda: Layout((2, 0), ("a", "b")), ["(2, 0)", "whole numbers, 1 or more"]),
         (lambda: Layout((2, 2.0), ("a", "b")), ["(2, 2.0)", "whole numbers"]),
         (lambda: Layout((2, 2), ("dp",)), ["(2, 2) has 2 axes but 1 name", "one name for each axis"]),
@@ -328,3 +341,27 @@ def test_axes_that_are_as_long_but_lie_elsewhere_are_not_taken_for_the_same():
     placed = Layout((3, 2, 2), ("a", "b", "c"))("b")
     with pytest.raises(ValueError, match="together are 'b'"):
         within(placed, Layout((2, 2, 3), ("x", "y", "z")))
+
+
+@pytest.mark.parametrize(("matrix", "ranks"), [((2, 4), 12), ((2, 2, 2), 6), ((3, 1, 2), 16), ((4, 4), 9), ((5,), 7)])
+def test_the_nearest_device_matrices_are_those_of_trying_all(matrix, ranks):
+    def change(other):
+        ratios = [Fraction(max(old, new), min(old, new)) for old, new in zip(matrix, other, strict=True)]
+        return sum(ratio > 1 for ratio in ratios), prod(ratios)
+
+    every = [each for each in product(range(1, ranks + 1), repeat=len(matrix)) if prod(each) == ranks]
+    least = min(map(change, every))
+    nearest = [each for each in every if change(each) == least][:2]
+    with pytest.raises(ValueError) as caught:
+        Layout(matrix, tuple("abc"[: len(matrix)])).check_ranks(ranks)
+    assert str(caught.value).endswith("that fits is " + " or ".join(map(str, nearest)))
+
+
+def test_many_axes_and_many_ranks_are_refused_at_once():
+    """Trying all device matrices of eight axes took 18 s."""
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="that fits is"):
+        Layout((2,) * 8, tuple("abcdefgh")).check_ranks(5040)
+    with pytest.raises(ValueError, match="that fits is"):
+        Layout((2, 2, 2), tuple("abc")).check_ranks(99_999_989)
+    assert time.perf_counter() - start < 2

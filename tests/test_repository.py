@@ -468,6 +468,10 @@ def test_the_readme_begins_with_the_two_commands():
     assert "make test" in "\n".join(first_screen)
 
 
+def test_the_readme_is_short():
+    assert len((TOP / "README.md").read_text().splitlines()) < 120
+
+
 def test_the_readme_names_every_command():
     calls = (TOP / "README.md").read_text()
     assert {words[0] for words in commands_in(calls, "dlab")} >= {"lab", "demo", "train", "run", "data"}

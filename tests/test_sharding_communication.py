@@ -47,7 +47,7 @@ def test_there_is_a_function_for_each_communication_and_its_docstring_says_what_
     ]
     assert set(found) == set(FUNCTIONS)
     for each in found:
-        assert "Forth:" in each.__doc__ and "Back:" in each.__doc__
+        assert "Forward:" in each.__doc__ and "Backward:" in each.__doc__
 
 
 # what goes forth, and what goes back: by the definition, a loop over the ranks

@@ -48,12 +48,12 @@ class Mixed(nn.Module):
         return torch.softmax(x + y, dim=-1)
 
 
-def sent(net, x, ranks, backward):
+def sent(net, x, ranks, backward, **settings):
     """The bytes that each rank sends, as they are recorded."""
 
     def run(transport):
         own, mine = copy.deepcopy(net), x.clone().requires_grad_(x.requires_grad)
-        result = dlab.AutoParallel(own, transport=transport)(mine)
+        result = dlab.AutoParallel(own, transport=transport, **settings)(mine)
         if backward:
             result.sum().backward()
 
@@ -78,6 +78,19 @@ def test_each_rank_sends_what_was_told(network, ranks, needs_gradient):
     assert told.bytes_per_rank("forward") > 0 and told.bytes_per_rank("backward") > 0
     if network is EveryCollective:
         assert set(told.collectives("forward")) == {"all-to-all", "reduce-scatter", "all-gather", "all-reduce"}
+
+
+@pytest.mark.parametrize("own_batch", [False, True])
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "auto"])
+def test_each_mode_sends_what_was_told(mode, own_batch):
+    torch.manual_seed(0)
+    net, x = EveryCollective(4) if mode != "auto" else Mixed(4), torch.randn(16, 16, dtype=torch.float64)
+    x.requires_grad_()
+    settings = {"parallel_mode": mode, "dataset_strategy": "data_parallel" if own_batch else "full_batch"}
+    told = dlab.AutoParallel(copy.deepcopy(net), ranks=4, **settings).explain(x)
+    assert sent(net, x, 4, backward=False, **settings) == [told.bytes_per_rank("forward")] * 4
+    assert sent(net, x, 4, backward=True, **settings) == [told.bytes_per_rank()] * 4
+    assert (told.bytes_per_rank() == 0) == (mode == "stand_alone")
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

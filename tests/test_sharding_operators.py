@@ -123,6 +123,15 @@ def functional(function, *args, **kwargs):
     return make
 
 
+def written(equation):
+    """A maker of an einsum, of which the equation comes before the tensors."""
+    return lambda strategy: lambda *tensors: dlab.shard(torch.einsum, in_strategy=strategy)(equation, *tensors)
+
+
+def stacked(strategy):
+    return lambda *tensors: dlab.shard(torch.stack, in_strategy=strategy)(tensors, dim=1)
+
+
 # name: what makes the operator from its strategy, plain torch, the subscripts of its inputs, and those never cut
 OPERATORS = {
     "MatMul": (ops.MatMul().shard, torch.matmul, "ij jk", ""),
@@ -130,6 +139,8 @@ OPERATORS = {
     "MatMul of batches": (ops.MatMul().shard, torch.matmul, "nij njk", ""),
     "MatMul of a batch": (ops.MatMul().shard, torch.matmul, "nij jk", ""),
     "MatMul of a vector": (ops.MatMul().shard, torch.matmul, "j jk", ""),
+    "MatMul by a vector": (ops.MatMul().shard, torch.matmul, "nij j", ""),
+    "MatMul of vectors": (ops.MatMul().shard, torch.matmul, "j j", ""),
     "ReLU": (ops.ReLU().shard, torch.relu, "ab", ""),
     "Gelu": (ops.Gelu().shard, F.gelu, "abc", ""),
     "Add": (ops.Add().shard, torch.add, "ab ab", ""),
@@ -149,6 +160,10 @@ OPERATORS = {
     "CrossEntropy": (ops.CrossEntropy().shard, F.cross_entropy, "am a", "m"),
     "matmul": (functional(torch.matmul), torch.matmul, "ij jk", ""),
     "bmm": (functional(torch.bmm), torch.bmm, "nij njk", ""),
+    "mv": (functional(torch.mv), torch.mv, "ij j", ""),
+    "dot": (functional(torch.dot), torch.dot, "j j", ""),
+    "einsum": (written("nij, jk -> kn"), lambda x, w: torch.einsum("nij,jk->kn", x, w), "nij jk", ""),
+    "einsum of one": (written("ab"), lambda x: x, "ab", ""),
     "linear": (functional(F.linear), F.linear, "aj kj", ""),
     "relu": (functional(torch.relu), torch.relu, "ab", ""),
     "F.relu": (functional(F.relu), F.relu, "ab", ""),
@@ -162,11 +177,21 @@ OPERATORS = {
     "embedding": (functional(F.embedding), F.embedding, "n ve", ""),
     "sum": (functional(torch.sum), torch.sum, "ab", ""),
     "mean": (functional(torch.mean, dim=0), lambda x: x.mean(0), "ab", ""),
+    "mean kept": (functional(torch.mean, (0, -1), True), lambda x: x.mean((0, 2), keepdim=True), "abc", ""),
+    "squeeze": (functional(torch.squeeze), torch.squeeze, "ab", ""),
+    "stack": (stacked, lambda *tensors: torch.stack(tensors, dim=1), "ab ab", ""),
     "flatten": (functional(torch.flatten), torch.flatten, "ab", "b"),
     "transpose": (functional(torch.transpose, 0, 1), lambda x: x.transpose(0, 1), "abc", ""),
     "reshape": (functional(torch.reshape, (2, 4, 4)), lambda x: x.reshape(2, 4, 4), "ab", ""),
     "cross_entropy": (functional(F.cross_entropy), F.cross_entropy, "am a", "m"),
     "nll_loss": (functional(F.nll_loss), F.nll_loss, "am a", "m"),
+    "mse_loss": (functional(F.mse_loss), F.mse_loss, "ab ab", ""),
+    "mse_loss added up": (
+        functional(F.mse_loss, reduction="sum"),
+        lambda x, y: F.mse_loss(x, y, reduction="sum"),
+        "ab ab",
+        "",
+    ),
     "attention": (
         functional(F.scaled_dot_product_attention),
         F.scaled_dot_product_attention,
@@ -223,6 +248,34 @@ def test_every_cut_of_every_operator_is_right_or_refused(name, ranks=4):
     assert legal > 1
 
 
+TWO = dlab.Layout((2, 2), ("dp", "tp"))
+
+
+@pytest.mark.parametrize("out", [None, (4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(((1, 4), (1, 4)), ((4, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 2), (1, 2)), ((1, 2), (2, 2))),
+        *(((1, 4), (1, 4), (1,)), ((2, 1), (2, 1), (2,)), (TWO("dp", None), TWO("tp", None), TWO("tp"))),
+        (TWO("dp", "tp"), TWO(None, "tp")),
+    ],
+)
+def test_a_bias_is_added_once(strategy, out):
+    """It waits until the sum over all ranks is complete."""
+    linear = dlab.shard(F.linear, in_strategy=strategy, out_strategy=out)
+    plain, cut = (
+        Net(lambda w, x, each=each: each(x, *w), torch.randn(4, 8), torch.randn(4)) for each in (F.linear, linear)
+    )
+    check_on_threads(plain, cut, [torch.randn(8, 8)], ranks=4, where=str(strategy), passes=2)
+
+
+@pytest.mark.parametrize("bias", [(4,), (1, 1), 4, "x", TWO("dp")])
+def test_a_bias_is_cut_as_the_result_is(bias):
+    linear = dlab.shard(F.linear, in_strategy=((1, 2), (2, 2), bias))
+    sentence = refused(lambda w, x: linear(x, w[0], w[0][0]), X, ranks=4, error=ValueError)
+    assert f"its entry cannot be {bias} where that of the weight is (2, 2)" in sentence
+
+
 def test_both_kinds_of_strategy_in_one_network():
     layout = dlab.Layout((2, 2, 2), ("dp", "sp", "mp"))
     eight = dlab.Layout((8,), ("tp",))
@@ -261,6 +314,14 @@ def test_the_result_of_a_contraction_is_added_up_or_scattered(out, collective):
     par = dlab.AutoParallel(lambda x, w: matmul(x, w), ranks=8)
     told = par.explain(torch.randn(32, 784), torch.randn(784, 512))
     assert [each.collective for each in told.messages if each.operator.endswith("MatMul")] == [collective]
+
+
+def test_cuts_of_a_result_take_the_axes_that_its_layouts_have():
+    """On axes in another order than that of the subscripts, new ones would make every rank send more."""
+    layout = dlab.Layout((2, 2, 2), ("k", "i", "j"))
+    matmul = ops.MatMul().shard((layout("i", "j"), layout("j", "k")), out_strategy=(4, 2))
+    told = dlab.AutoParallel(lambda x, w: matmul(x, w), ranks=8).explain(torch.randn(8, 8), torch.randn(8, 8))
+    assert [each.collective for each in told.messages if each.operator.endswith("MatMul")] == ["reduce-scatter"]
 
 
 # what is refused, and with which words
@@ -344,17 +405,18 @@ CONTRACT = ops.MatMul().shard(((1, 2), (2, 1)))
         ("batch_norm", lambda w, x: F.batch_norm(ROWS(x, w[0]), None, None, training=True)),
         ("sort", lambda w, x: torch.sort(ROWS(x, w[0]))),
         ("norm", lambda w, x: CONTRACT(x, w[0]) / w[0].norm()),  # of a weight of which each rank holds a part
-        ("stack", lambda w, x: CONTRACT(x, w[0]) + torch.stack([w[0], w[0]]).sum()),
+        ("vstack", lambda w, x: CONTRACT(x, w[0]) + torch.vstack([w[0], w[0]]).sum()),
         ("var", lambda w, x: CONTRACT(x, w[0]) + torch.var(input=w[0])),
     ],
 )
 def test_a_function_that_dlab_does_not_know_is_refused_by_name(name, body):
     sentence = refused(body, X)
-    assert f"{name!r}" in sentence and "outside of the network" in sentence, sentence
+    assert f"{name!r}" in sentence and "the network" in sentence and "functions that dlab can cut" in sentence, sentence
 
 
 def test_what_cannot_be_cut_rightly_is_refused():
     assert "in place" in refused(lambda w, x: F.relu(ROWS(x, w[0]), inplace=True), X)
+    assert "in place" in refused(lambda w, x: torch.nn.ELU(inplace=True)(ROWS(x, w[0])), X)
     assert "tensor" in refused(lambda w, x: torch.clamp(ROWS(x, w[0]), min=x), X)
     assert "alpha" in refused(lambda w, x: torch.add(ROWS(x, w[0]), x, alpha=2), X)
     assert "padding_idx" in refused(lambda w, i: F.embedding(i, w[0], padding_idx=0), torch.zeros(4, dtype=torch.long))
@@ -363,8 +425,42 @@ def test_what_cannot_be_cut_rightly_is_refused():
     assert "row 9" in refused(
         lambda w, i: ops.Embedding().shard(((1,), (2, 1)))(i, w[0]), torch.tensor([1, 9]), error=IndexError
     )
+    assert "with each subscript once" in refused(lambda w, x: torch.einsum("ii", ROWS(x, w[0])), X)
+    assert "is for 2 tensors, not 1" in refused(
+        lambda w, x: torch.einsum("ij,jk", [ROWS(x, w[0])]), X, error=ValueError
+    )
+    assert "(8, 8) and (4, 8)" in refused(lambda w, x: F.mse_loss(ROWS(x, w[0]), torch.ones(4, 8)), X)
+    assert "to a device before" in refused(lambda w, x: ROWS(x, w[0]).to("cpu"), X)
+    assert "whole numbers" in refused(lambda w, x: ROWS(x, w[0])[True], X)
     sentence = refused(lambda w, x: ROWS(x, w[0])[torch.tensor([1])], X)
     assert "slices" in sentence and "outside" in sentence
+
+
+def test_a_call_that_torch_would_not_take_either_is_told_with_the_whole_shape():
+    """The parts of 4 rows and 8 columns would make the message about a tensor that nobody has written."""
+    told = refused(lambda w, x: F.layer_norm(ROWS(x, w[0]), (7,)), X, error=ValueError)
+    assert "a tensor of shape (8, 8) are not (7,)" in told
+    assert "no dimension 2" in refused(lambda w, x: ROWS(x, w[0]).flatten(2), X, error=IndexError)
+    assert "1 does not come before dimension 0" in refused(
+        lambda w, x: ROWS(x, w[0]).flatten(1, 0), X, error=ValueError
+    )
+    assert "no dimension 1" in refused(lambda w, x: ROWS(x, w[0]).sum().sum(1), X, error=IndexError)
+    told = refused(lambda w, x: ops.MatMul(transpose_b=True)(ROWS(x, w[0]), x[0]), X, error=ValueError)
+    assert "2 and 1 dimensions of which the second is transposed" in told
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (lambda w, x: ops.MatMul()(x), ["'matmul' as matmul(first, second", "missing a required argument: 'second'"]),
+        (lambda w, x: ROWS(x, w[0]).sum(axis=1), ["'sum' as sum(x, dim=None,", "unexpected keyword argument 'axis'"]),
+        (lambda w, x: ops.Add()(ROWS(x, w[0]), x, x), ["'add' as add(first, second,", "too many positional"]),
+        (lambda w, x: ops.MatMul()(ROWS(x, w[0]), [[1.0]]), ["dlab cuts tensors, not [[1.0]]"]),
+    ],
+)
+def test_arguments_that_no_rule_takes_are_told_with_those_that_it_takes(body, words):
+    sentence = refused(body, X, error=TypeError)
+    assert all(word in sentence for word in words), sentence
 
 
 def test_labels_that_do_not_count():
@@ -448,6 +544,11 @@ def test_a_number_divided_by_a_partial_sum():
         lambda y: y.view(y.shape[0] // 2, 2, -1).transpose(0, 1).reshape(-1, 4),
         lambda y: y.reshape(2, 32)[:, 1:],
         lambda y: y.unsqueeze(1) * y.unsqueeze(0),
+        lambda y: y.unsqueeze(1).squeeze(1) + y[None].squeeze() * y[:, :1].squeeze(dim=0) + y[:, 1:2].squeeze((0, 1)),
+        lambda y: sum(row * number for number, row in enumerate(y)) + y.unbind(-1)[2],
+        lambda y: torch.stack([y, y.t()], dim=-1) * torch.stack((y[0, :2], y[1, :2])).sum(0),
+        lambda y: torch.einsum("ij,kj", y, y) + torch.einsum("ij->ji", [y]) + torch.einsum("i,j->ij", y[0], y[1]),
+        lambda y: y @ y[0] + torch.mv(input=y, vec=y[1]) + y[2] @ y[3] + y.reshape(2, 4, 8)[0, 0] @ y,
         lambda y: y + torch.zeros_like(y) + torch.arange(y.size(1)),
         lambda y: y.mean(dim=0) - y.sum(1, keepdim=True).mean() + y.t().mT.T.contiguous().numel(),
         lambda y: y.detach() * y,
@@ -460,6 +561,44 @@ def test_shapes_indices_and_pieces(body):
         matmul = ops.MatMul().shard(strategy)
         cut = Net(lambda w, x, matmul=matmul: body(matmul(x, w[0])), weight)
         check_on_threads(Net(lambda w, x: body(x @ w[0]), weight), cut, [torch.randn(8, 8)], 4, str(strategy))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda y: y.sum(dim=()) * y.sum([]) * y.mean(()),  # all dimensions, as in torch
+        lambda y: y.sum(dim=-1, dtype=torch.float64) + torch.mean(y, -1, dtype=torch.float64),
+        lambda y: y.sum().softmax(0) + y.mean().sum(-1) + y.sum().mean() + y.sum().flatten(),
+        lambda y: torch.reshape(input=y, shape=(4, 16)).view(size=(-1,)) * torch.permute(y, dims=(1, 0)).flatten(-2),
+        lambda y: torch.mm(y, mat2=y) + torch.pow(y, exponent=2) + torch.permute(y, (1, 0)),
+        lambda y: torch.nn.LeakyReLU(0.1)(y) + F.elu(y) + F.softplus(y) + y.sin() + torch.cos(y) + y.clone(),
+        lambda y: y.to(torch.float64) + y.to(dtype=torch.float32).double(),
+    ],
+)
+def test_arguments_as_torch_takes_them(body):
+    weight = torch.randn(8, 8)
+    for strategy in [((4, 1), (1, 1)), ((2, 1), (1, 2)), ((1, 4), (4, 1))]:
+        matmul = ops.MatMul().shard(strategy)
+        cut = Net(lambda w, x, matmul=matmul: body(matmul(x, w[0])), weight)
+        check_on_threads(Net(lambda w, x: body(x @ w[0]), weight), cut, [torch.randn(8, 8)], 4, str(strategy))
+
+
+def test_weights_in_a_list():
+    """They are not arguments themselves, and must be cut all the same."""
+    layout = dlab.Layout((4,), ("tp",))
+    net = Net(
+        lambda w, x: torch.cat([x, x], dim=1) @ torch.cat([w[0], w[1]]) @ torch.stack([w[1], w[0]]).sum(0),
+        *torch.randn(2, 8, 8),
+    )
+    layouts = {"weights.0": layout("tp", None), "weights.1": layout(None, "tp")}
+    check_on_threads(net, None, [torch.randn(4, 8)], ranks=4, layouts=layouts)
+
+
+def test_the_mean_of_halves_does_not_overflow():
+    """Their sum is more than the largest float16, 65,504."""
+    mean, x = dlab.shard(torch.mean, in_strategy=((2, 2),)), torch.full((64, 64), 300.0, dtype=torch.float16)
+    found = dlab.rehearse(lambda ranks: dlab.AutoParallel(lambda x: mean(x), transport=ranks)(x), ranks=4)
+    assert [each.item() for each in found] == [300.0] * 4
 
 
 def test_two_calls_that_differ_only_in_a_number_are_not_mixed_up():

@@ -252,6 +252,22 @@ def test_layouts_that_do_not_fit_are_refused():
             dlab.AutoParallel(ordinary(), ranks=4, layouts=layouts)
 
 
+def test_layouts_that_are_refused_leave_the_network_whole():
+    layout = dlab.Layout((4,), ("tp",))
+    right = {"2.weight": layout("tp", "None")}
+
+    def work(transport):
+        net = ordinary()
+        for wrong in ({"9": layout("tp")}, {"3.weight": layout("tp", "None")}, {"3": dlab.Layout((2,), ("x",))("x")}):
+            with pytest.raises(ValueError, match=r"no parameter or module '9'|3.weight: |2 places, but there are 4"):
+                dlab.AutoParallel(net, transport=transport, layouts=right | wrong)
+            assert net[2].weight.shape == (16, 32)
+        par = dlab.AutoParallel(net, transport=transport, layouts={"2.weight": layout("None", "tp")})
+        return par(torch.zeros(8, 4, dtype=torch.long)).shape
+
+    assert on_ranks(work) == [(8, 8)] * 4
+
+
 # training
 
 OPTIMIZERS = {
@@ -570,9 +586,16 @@ def test_bad_settings_are_refused():
         ({"parallel_mode": "half_auto"}, "no parallel mode 'half_auto': use 'semi_auto'"),
         ({"dataset_strategy": "mine"}, "'full_batch' or 'data_parallel'"),
         ({"planner": "quick"}, "no planner 'quick'"),
+        *(({"ranks": each}, "ranks=.*: give the number of ranks to plan for, 1 or more") for each in (0, -1, 2.0, "4")),
+        *(({"latency": each}, "latency=.*: give the bytes that a collective counts more") for each in (-1, 0.5, "9")),
     ]:
         with pytest.raises(ValueError, match=words):
-            dlab.AutoParallel(Cut(), ranks=4, **settings)
+            dlab.AutoParallel(Cut(), **({"ranks": 4} | settings))
+    for mode in ("auto", "data_parallel", "stand_alone"):
+        with pytest.raises(ValueError, match=f"parallel_mode='{mode}' .*: leave out layouts=, or use 'semi_auto'"):
+            dlab.AutoParallel(Cut(), mode, ranks=4, layouts={"first": dlab.Layout((4,), ("tp",))("tp", None)})
+    with pytest.raises(TypeError, match="transport='gloo': give a transport, such as"):
+        dlab.AutoParallel(Cut(), transport="gloo")
     with pytest.raises(ValueError, match="a network or a function, not 3"):
         dlab.AutoParallel(3, ranks=2)
 
@@ -620,3 +643,92 @@ def test_a_sharded_tensor_that_escapes_is_refused():
     dlab.AutoParallel(body, ranks=2).explain(torch.ones(4, 4), torch.ones(4, 4))
     with pytest.raises(RuntimeError, match="outside of the network that AutoParallel wraps: let the network return it"):
         torch.relu(kept[0])
+
+
+@pytest.mark.parametrize("strategies", [(COLUMN, ROW), (ROW, COLUMN), (((4, 1), (1, 1)), ((4, 1), (1, 1)))])
+def test_gradients_of_gradients_are_refused_because_they_would_be_wrong(strategies):
+    net = Cut(*strategies)
+
+    def work(transport):
+        par = dlab.AutoParallel(copy.deepcopy(net), transport=transport)
+        x = torch.randn(8, 8).requires_grad_()
+        torch.autograd.grad(par(x).square().sum(), x)
+        with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice, as create_graph=True asks: "):
+            torch.autograd.grad(par(x).square().sum(), x, create_graph=True)
+
+    on_ranks(work)
+
+
+def test_one_network_inside_of_another_is_refused():
+    def work(transport):
+        inner = dlab.AutoParallel(Cut(), transport=transport)
+        for outer in (inner, lambda x: inner(x)):
+            with pytest.raises(RuntimeError, match="inside of another: let the outer one wrap the network itself"):
+                dlab.AutoParallel(outer, transport=transport)(torch.ones(8, 8))
+        assert inner(torch.ones(8, 8)).shape == (8, 8)
+
+    on_ranks(work)
+
+
+def test_check_tells_who_brought_fewer_samples():
+    """Nothing else would: a loss is one number, however many samples it is of."""
+    net = Cut(((4, 1), (1, 1)), ((4, 1), (1, 1)))
+
+    def work(transport):
+        par = dlab.AutoParallel(copy.deepcopy(net), transport=transport, dataset_strategy="data_parallel")
+        with pytest.raises(ValueError, match="rank 3 was given an input 0 of another shape than rank 0: give every"):
+            par.check(torch.ones(8 - (transport.rank == 3), 8))
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("ask", [lambda par: par.whole(), lambda par: par.clip_gradients(1.0)])
+def test_a_plan_holds_nothing_whole(ask):
+    layout = dlab.Layout((4,), ("tp",))
+    par = dlab.AutoParallel(nn.Linear(8, 8), ranks=4, layouts={"weight": layout("tp", None)})
+    with pytest.raises(RuntimeError, match="only planned, with ranks="):
+        ask(par)
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan"), "1", None])
+def test_a_norm_to_clip_to_is_a_number_above_zero(norm):
+    def work(transport):
+        with pytest.raises(ValueError, match=r"max_norm=.*: give a number above 0"):
+            dlab.AutoParallel(Cut(), transport=transport).clip_gradients(norm)
+
+    on_ranks(work, ranks=2)
+
+
+def two_slices():
+    layout = dlab.Layout((2, 2), ("dp", "tp"))
+    net = nn.Linear(8, 6)
+    dlab.AutoParallel(net, layouts={"weight": layout("tp", "None")})(torch.ones(4, 8))
+    return tuple(net.weight.shape)
+
+
+def test_every_rank_tells_which_part_of_a_weight_it_holds(cluster):
+    run = cluster.start(two_slices)
+    assert run.wait(20) == [(3, 8)] * 4
+    told = {event.rank: event.data for event in run.events if event.data.get("tensor") == "weight"}
+    assert [told[rank]["slice"] for rank in range(4)] == [[[0, 3], [0, 8]], [[3, 6], [0, 8]]] * 2
+    assert told[0]["shape"] == [6, 8]
+
+
+def test_autocast_gives_the_types_and_the_numbers_of_one_process():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)).float()
+    x, layout = torch.randn(4, 8, dtype=torch.float32), dlab.Layout((2,), ("tp",))
+    layouts = {"0.weight": layout("tp", "None"), "0.bias": layout("tp"), "2.weight": layout("None", "tp")}
+
+    def product(call):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x)
+
+    whole = product(net)
+    assert whole.dtype == torch.bfloat16
+    cut = dlab.rehearse(
+        lambda ranks: product(dlab.AutoParallel(copy.deepcopy(net), transport=ranks, layouts=layouts)), ranks=2
+    )
+    for found in cut:
+        assert found.dtype == whole.dtype
+        assert torch.allclose(found.float(), whole.float(), atol=2e-2)

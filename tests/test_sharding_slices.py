@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,6 +136,10 @@ def test_names_are_escaped():
             ["Layout((2, 2, 2), ('dp', 'sp', 'mp')) is not the layout of a tensor"],
         ),
         (lambda: dlab.slice_table((), shape=(4,)), ["no tensor"]),
+        (lambda: dlab.slice_table(LAYOUT("dp"), shape=torch.ones(4)), ["a shape is a tuple", "not a Tensor"]),
+        (lambda: dlab.slice_table(LAYOUT("dp"), shape=None), ["a shape is a tuple", "not None"]),
+        (lambda: dlab.slice_table((LAYOUT("dp"),) * 2, ((4,), "4"), ("a", "b")), ["a shape is a tuple", "not '4'"]),
+        (lambda: dlab.slice_table(LAYOUT("dp"), shape=(4,), name=3), ["name=3 does not name 1 tensor:"]),
         (lambda: dlab.slice_table((LAYOUT("dp"),) * 2, shape=(4,)), ["name='x' does not name 2 tensors"]),
         (lambda: dlab.slice_table((LAYOUT("dp"),) * 2, ((4,),) * 3, ("a", "b")), ["3 shapes for 2 layouts"]),
         (

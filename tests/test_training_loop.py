@@ -258,3 +258,23 @@ def test_nobody_goes_on_without_a_part_of_the_model():
         ValueError, match="elastic=True is for SyncSGD and AllReduceSGD; this strategy cannot restart without a"
     ):
         dlab.train(network, data(), SplitSync(), elastic=True)
+
+
+class Halves(nn.Sequential):
+    """A network of 16-bit weights, and nothing else."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.bfloat16()
+
+    def forward(self, inputs):
+        return super().forward(inputs.bfloat16()).float()
+
+
+def test_weights_of_16_bits_are_updated(two):
+    """Torch's fused SGD leaves all but the last few of a tensor as they are, without a word."""
+    result = dlab.train(Halves, data(), on=two, batch_size=BATCH, lr=0.5, momentum=0.0, epochs=1).wait(60)
+    torch.manual_seed(1234)  # that of dlab.train
+    before = nn.utils.parameters_to_vector(Halves().parameters())
+    after = nn.utils.parameters_to_vector(result.model.parameters())
+    assert (before != after).float().mean() > 0.9

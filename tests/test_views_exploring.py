@@ -55,6 +55,32 @@ def test_what_a_button_has_shown_goes_when_a_control_moves(explorer):
     assert "half" not in explorer.text
 
 
+def test_while_a_button_works_it_is_disabled_and_its_name_is_shown(explorer, monkeypatch):
+    shown = []
+    monkeypatch.setattr(explorer, "_update", lambda: shown.append((explorer.text, explorer._buttons[0].disabled)))
+    explorer.press("halve")
+    assert shown == [
+        ("n: 2, exponent: 1\nhalve …\n2 ** 1 = 2\ngrid 2", True),
+        ("n: 2, exponent: 1\nhalf: 1\n2 ** 1 = 2\ngrid 2", False),
+    ]
+
+
+def test_an_interrupted_button_can_be_pressed_again():
+    def interrupt(n):
+        raise KeyboardInterrupt
+
+    explorer = explore(lambda n: f"n is {n}", {"wait": interrupt}, n=[2, 3])
+    with pytest.raises(KeyboardInterrupt):
+        explorer.press("wait")
+    assert not explorer._buttons[0].disabled
+
+
+def test_a_refusal_by_both_is_said_once():
+    explorer = explore(power, {"again": power}, n=[2, 3], exponent=[0, 1])
+    explorer.press("again")
+    assert explorer.text == "n: 2, exponent: 0\nnothing <to> multiply"
+
+
 def test_numbers_have_sliders_and_others_lists():
     explorer = explore(lambda **chosen: "", first_axis=[1, 2], way=["ring", "tree"], alone=[7])
     first, way, alone = explorer._controls.values()

@@ -63,3 +63,9 @@ def describe_unreturned(who: str, stuck: bool, limit: float) -> str:
     if stuck:
         return f"{who} had not returned after {limit:g} s: look for a loop that does not end"
     return f"{who} called exit(), which ends a whole program: use return"
+
+
+def shorten(thing: Any) -> str:
+    """Return how Python writes a thing, in one line of at most 60 characters."""
+    words = " ".join(repr(thing).split())
+    return words if len(words) <= 60 else f"{words[:57]}..."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlab.exercises.calling import describe_error, describe_unreturned
+from dlab.exercises.calling import describe_error, describe_unreturned, shorten
 from dlab.exercises.groups import process_groups
 from dlab.exercises.own import explain_own, noticing
 from dlab.exercises.sandbox import attempt, count, name_ranks
@@ -39,12 +39,12 @@ def check_row_parallel(layer: Any) -> str:
     """
     apply = getattr(layer, "apply", layer)
     if not callable(apply):
-        return f"not yet: {layer!r} is not a layer: write class MyRowParallel(torch.autograd.Function)."
+        return f"not yet: {shorten(layer)} is not a layer: write class MyRowParallel(torch.autograd.Function)."
     with process_groups() as join:
         for ranks, needed in CASES:
             if problem := _Layer(apply, ranks, needed, join).problem():
                 case = f"with {count(ranks, 'rank')}" + ("" if needed else ", where x needs no gradient")
-                return f"not yet: {case}, {problem}."
+                return f"not yet: {case}, {problem.rstrip('.')}."
     return (
         "well done: on 1 to 4 ranks result and gradients are those of one process, with one all-reduce forward and "
         "nothing sent backward."
@@ -117,7 +117,7 @@ class _Layer:
         kept = {"x": x.detach().clone(), "w": w.detach().clone()}
         result = self.apply(x, w, recorded)
         if not isinstance(result, Tensor):
-            raise _UnusableResult(f"forward gives {result!r}: return the product, a tensor")
+            raise _UnusableResult(f"forward gives {shorten(result)}: return the product, a tensor")
         if result.shape != self.result.shape:
             raise _UnusableResult(
                 f"forward gives a tensor of shape {tuple(result.shape)}, but the product has {tuple(self.result.shape)}"
@@ -154,6 +154,11 @@ class _Layer:
                 )
             if (times := _times(outcome.result, self.result)) is not None:
                 return f"forward gives {times:g} times the product: {_too_much(times, self.ranks)}"
+            if torch.allclose(outcome.result.to(self.result.dtype), self.result, atol=1e-3):
+                return (
+                    f"the result of rank {rank} is right to a few digits only: x and w are float64 here, so compute in "
+                    "the type of the inputs"
+                )
             return f"the result of rank {rank} is not the product x w: forward is x @ w, and then the sum over ranks"
         return None
 
@@ -222,7 +227,7 @@ def _why_more(forth: int, least: int, ranks: int) -> str:
     if forth == 2 * least:
         return "it is all-reduced twice"
     if 2 * forth == ranks * least:
-        return "that is naive_allreduce, so take ring_allreduce"
+        return "that is what naive_allreduce takes, so take ring_allreduce"
     return "send nothing but the product, and add it up by ring_allreduce"
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
 from dlab import ops
+from dlab.exercises.calling import shorten
 from dlab.sharding.communication import Transfer
 from dlab.sharding.explanation import Explanation
 from dlab.sharding.parallel import AutoParallel
@@ -31,10 +33,14 @@ def check_strategy(strategy: Any) -> str:
     >>> check_strategy(((1, 8), (8, 1)))
     'not yet: the 784 columns of x and rows of w are cut into 8, …'
     """
-    strategy = strategy.in_strategy if isinstance(strategy, ops.Operator) else strategy
+    if isinstance(strategy, ops.Operator):
+        if problem := _unsuitable(strategy):
+            return f"not yet: {problem}."
+        strategy = strategy.in_strategy
     if not isinstance(strategy, tuple | list) or not all(_is_cuts(each) for each in strategy):
         return (
-            f"not yet: {_short(strategy)} is not a strategy: give the cuts of x and those of w, as in ((2, 4), (4, 1))."
+            f"not yet: {shorten(strategy)} is not a strategy: give the cuts of x and those of w, as in "
+            "((2, 4), (4, 1))."
         )
     try:
         plan = _explain([(strategy, (FEATURES, HIDDEN))], RANKS)
@@ -61,6 +67,17 @@ def check_strategy(strategy: Any) -> str:
         f"well done: each rank holds {HIDDEN // columns} columns of w and computes as many columns of the result, with "
         "its own gradients: 0 bytes forward, 0 backward."
     )
+
+
+def _unsuitable(operator: ops.Operator) -> str:
+    """Return why an operator is not one of this exercise, or nothing: its strategy alone would not show it."""
+    if type(operator).function not in (torch.matmul, torch.mm):
+        return f"{shorten(operator)} is not a matmul: give the strategy of dlab.ops.MatMul()"
+    if operator.settings.get("transpose_b"):
+        return f"w is {FEATURES} × {HIDDEN} here and is not transposed: give the strategy without transpose_b"
+    if operator.out_strategy is not None:
+        return "the result may stay as it is cut: leave out_strategy away"
+    return ""
 
 
 def _is_cuts(entry: Any) -> bool:
@@ -123,9 +140,11 @@ def check_bytes(forward: Any, backward: Any) -> str:
     right = {direction: sum(each.bytes for each in _own(plan, direction)) for direction in ("forward", "backward")}
     given = {"forward": forward, "backward": backward}
     for direction, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"not yet: {direction} it is {_short(value)}: give a number of bytes."
-    if (forward, backward) == (right["backward"], right["forward"]):
+        value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return f"not yet: {direction} it is {shorten(value)}: give a number of bytes."
+        given[direction] = float(value)
+    if tuple(given.values()) == (right["backward"], right["forward"]):
         return "not yet: the two numbers have changed places: give forward first."
     for direction, value in given.items():
         if value != right[direction]:
@@ -159,7 +178,7 @@ _MISTAKES = {
     "share": "an all-reduce over n ranks sends 2(n-1)/n of a tensor, and this is without (n-1)/n",
     "twice": "an all-reduce is a reduce-scatter and an all-gather, so there is a factor of 2",
     "real": "that is how many numbers are sent, and each of them has 4 bytes",
-    "whole": "that is for whole tensors, and each rank sends of its own part only",
+    "whole": "that is for whole tensors, or for 4 ranks together, and each rank sends of its own part only",
     "ranks": "that is for a group of all 16 ranks, and each all-reduce is among 4",
     "all": "that is what all 16 ranks send together, and the question is for one",
 }
@@ -176,6 +195,8 @@ def _mistake(direction: str, value: float, right: dict[str, int]) -> str:
         sums, special = {"the result": _RESULT}, _wrong_forward(right)
     else:
         sums, special = {"w1": _FIRST, "w2": _SECOND}, _wrong_backward(right)
+    special[right[direction] / 1024] = "that is right in KiB, and the question is for bytes"
+    special[2 * right[direction]] = "that is twice as much as a rank sends: what it receives is not counted again"
     for number in (1, 2):  # how many mistakes
         for wrong in combinations(_MISTAKES, number):
             if sum(each.bytes(wrong) for each in sums.values()) == value:
@@ -223,8 +244,3 @@ def _wrong_backward(right: dict[str, int]) -> dict[float, str]:
             "that has the gradient of what ReLU gives in it, and each rank has all of it for its own part"
         ),
     }
-
-
-def _short(thing: Any) -> str:
-    words = " ".join(repr(thing).split())
-    return words if len(words) <= 60 else f"{words[:57]}..."

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dlab.exercises.calling import shorten
 from dlab.exercises.sandbox import name_ranks
 from dlab.layout import Layout, Placed
 
@@ -46,14 +47,16 @@ def _table(placed: Placed) -> dict[int, Part]:
 
 def _read(table: Any) -> dict[int, Part] | str:
     """Return the parts by rank, or a sentence if there is something that cannot be read."""
+    table = table.tolist() if hasattr(table, "tolist") else table  # an array, a tensor
     if isinstance(table, Mapping):
         rows = dict(table)
     elif isinstance(table, Sequence) and not isinstance(table, str):
         rows = dict(enumerate(table))
     else:
-        return f"{table!r} is not a table: give a dictionary with the part of each rank, as in {{0: {EXAMPLE}, …}}"
-    coordinates = {LAYOUT.coordinates(rank): rank for rank in range(LAYOUT.size)}
-    rows = {coordinates.get(key, key) if isinstance(key, tuple) else key: row for key, row in rows.items()}
+        return (
+            f"{shorten(table)} is not a table: give a dictionary with the part of each rank, as in {{0: {EXAMPLE}, …}}"
+        )
+    rows = {_rank(key): row for key, row in rows.items()}
     strange = [key for key in rows if key not in range(LAYOUT.size)]
     if strange:
         return f"there is no rank {strange[0]!r}: the ranks are 0 to {LAYOUT.size - 1}"
@@ -65,29 +68,52 @@ def _read(table: Any) -> dict[int, Part] | str:
     for rank in range(LAYOUT.size):
         part = _part(rows[rank])
         if part is None:
-            return f"rank {rank} has {rows[rank]!r}: give a slice for the rows and one for the columns, {EXAMPLE}"
+            return (
+                f"rank {rank} has {shorten(rows[rank])}: give a slice for the rows and one for the columns, {EXAMPLE}"
+            )
         found[rank] = part
     return found
+
+
+def _rank(key: Any) -> Any:
+    """Return the rank that a key means, `3`, `"rank 3"`, `(0, 1, 1)` or `"(0,1,1)"`; another key as it is."""
+    numbers = tuple(map(int, re.findall(r"\d+", key))) if isinstance(key, str) else key
+    if isinstance(numbers, tuple) and len(numbers) == 1:
+        return numbers[0]
+    coordinates = {LAYOUT.coordinates(rank): rank for rank in range(LAYOUT.size)}
+    return coordinates.get(numbers, key) if isinstance(numbers, tuple) else key
 
 
 def _part(entry: Any) -> Part | None:
     """Read one entry: text, slices or pairs."""
     if isinstance(entry, str):
-        entry = [(start or None, stop or None) for start, stop in re.findall(r"(\d*)\s*:\s*(\d*)", entry)]
+        inside = re.fullmatch(r"\s*(?:\w*\s*\[)?([^][]*)\]?\s*", entry)
+        entry = inside[1].split(",") if inside else ()
+    entry = entry.tolist() if hasattr(entry, "tolist") else entry
     if not isinstance(entry, Sequence) or len(entry) != len(SHAPE):
         return None
-    ends: list[Ends] = []
-    for each, length in zip(entry, SHAPE, strict=True):
-        if isinstance(each, slice | range):
-            each = each.start, each.stop
-        if not isinstance(each, Sequence) or len(each) != 2:
+    read = [_ends(each, length) for each, length in zip(entry, SHAPE, strict=True)]
+    return None if None in read else tuple(ends for ends in read if ends)
+
+
+def _ends(entry: Any, length: int) -> Ends | None:
+    """Read a slice, or a pair of its ends, of a dimension of this length; a negative end counts from the last index."""
+    if isinstance(entry, str):
+        text = re.fullmatch(r"\s*(-?\d*)\s*:\s*(-?\d*)\s*", entry)
+        entry = [end or None for end in text.groups()] if text else ()
+    if isinstance(entry, slice | range):
+        if entry.step not in (None, 1):
             return None
-        try:
-            start, stop = (None if end is None else int(end) for end in each)
-        except (TypeError, ValueError):
+        entry = entry.start, entry.stop
+    if not isinstance(entry, Sequence) or len(entry) != 2:
+        return None
+    try:
+        start, stop = (default if end is None else int(end) for end, default in zip(entry, (0, length), strict=True))
+        if any(end is not None and float(end) != int(end) for end in entry):
             return None
-        ends.append((start or 0, length if stop is None else stop))
-    return tuple(ends)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return start + length * (start < 0), stop + length * (stop < 0)
 
 
 def _mistakes(right: dict[int, Part]) -> dict[str, dict[int, Part]]:

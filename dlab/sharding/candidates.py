@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy of an operator: where it needs its inputs, where it leaves its result, what its own sum costs."""
+    """One strategy of an operator: the layouts of its inputs and its result, and the cost of adding up partial sums."""
 
     strategy: Strategy
     out_strategy: Any
@@ -111,8 +111,8 @@ def canonical(placed: Placed, varying: tuple[str, ...] = ()) -> tuple[Placed, tu
 def candidates(node: Node, ranks: int, planner: str) -> tuple[list[Candidate], bool]:
     """Return the strategies that an operator could have, and whether these are all.
 
-    One that is given by hand is the only one. A product is divided among as many ranks as its dimensions allow: if each
-    rank could repeat the work of all, nothing would have to be communicated. Other operators may be repeated.
+    One that is given by hand is the only one. A product is divided among as many ranks as its dimensions allow;
+    otherwise repeating all work on every rank, which sends nothing, would always win. Other operators may repeat it.
     """
     if node.strategy is not None:
         strategy = node.strategy[: len(node.operation.tensors)]

@@ -1,6 +1,6 @@
 """A sharded network compared with the same network in one process: results, and the gradient of every operator.
 
-A forgotten communication can leave all results right and gradients wrong; only a comparison shows it. Taught in
+If a communication is missing, all results can be right and the gradients wrong; only a comparison shows it. Taught in
 `07_operator_parallel.ipynb`.
 """
 
@@ -19,6 +19,7 @@ from dlab import reduction
 from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.initial import put
+from dlab.sharding.networks import untouched
 from dlab.sharding.tensor import ShardedTensor, _plain, tensors_in, whole_of
 from dlab.transports.threads import ThreadTransport, ThreadWorld
 
@@ -32,24 +33,19 @@ def compare_with_one_process(
     """Raise an error that names what differs from the same network in one process; every rank must call it."""
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"tolerance={tolerance!r}: give a share above 0, such as 1e-4, or leave it out")
-    kept = {home.name: home.parameter.grad for home in par._homes.values()}
-    for home in par._homes.values():
-        home.parameter.grad = None
-    try:
-        _compare_ranks(par, tensors_in((inputs, keywords)))
+    _compare_ranks(par, tensors_in((inputs, keywords)))
+    alone = _unsharded(par)
+    with untouched(par.net, par.parameters()):
+        par.zero_grad()
         random = torch.get_rng_state()  # for dropout
         call = inputs, dict(keywords)
         given, whole = tree_map(_leaf, call), tree_map(_leaf, _whole_batch(par, call))
         cut, cut_gradients = _traced(par, par.world, *given)
         mine = par.whole(grad=True) | _gradients_of_inputs(_whole_batch(par, given, grad=True))
-        alone = _unsharded(par)
         torch.set_rng_state(random)
         one, one_gradients = _traced(alone, alone.world, *whole)
         truth = alone.whole(grad=True) | _gradients_of_inputs([each.grad for each in tensors_in(whole)])
         _compare(cut, one, cut_gradients, one_gradients, mine, truth, tolerance)
-    finally:
-        for home in par._homes.values():
-            home.parameter.grad = kept[home.name]
     count = "1 operator equal" if len(one) == 1 else f"{len(one)} operators equal"
     share = _tolerance(one[0][1], tolerance) if one else tolerance or 0.0
     return f"the results and gradients of {count} those of one process, to {share:g} of the largest number of each"
@@ -66,7 +62,8 @@ def _compare_ranks(par: AutoParallel, inputs: Sequence[torch.Tensor]) -> None:
     for each in par._homes.values():
         each.adopt()
     homes = {each.name: each for each in par._homes.values()}
-    tensors = {f"input {number}": each for number, each in enumerate(inputs) if par.dataset_strategy == "full_batch"}
+    own = par.dataset_strategy == "data_parallel"  # of inputs, only the shape is then the same
+    tensors = {f"input {n}": torch.tensor(each.shape) if own else each for n, each in enumerate(inputs)}
     tensors |= {name: each.value() for name, each in homes.items()}
     mine = torch.tensor([_digest(each) for each in tensors.values()], dtype=torch.int64)
     by_rank = reduction.all_gather(mine, group=world.transport)
@@ -77,6 +74,11 @@ def _compare_ranks(par: AutoParallel, inputs: Sequence[torch.Tensor]) -> None:
             slices = None if home is None or home.placed is None else home.placed.slices_of(rank, home.shape)
             first = first_with.setdefault(str(slices), rank)
             if by_rank[rank, number] != by_rank[first, number]:
+                if home is None and own:
+                    raise ValueError(
+                        f"rank {rank} was given an {name} of another shape than rank {first}: give every rank as many "
+                        "samples"
+                    )
                 raise ValueError(
                     f"rank {rank} was given another {name} than rank {first}: give every rank the same tensors"
                     if home is None

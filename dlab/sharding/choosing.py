@@ -35,7 +35,7 @@ class Choice:
 class Choices(Table):
     """A row for each operator: the strategy that was chosen, its bytes per rank, the next best and its bytes.
 
-    `exact` says whether no combination was left out, `memory` is the bytes per rank of the parameters' parts and of
+    `exact` says whether every combination was tried, `memory` is the bytes per rank of the parameters' parts and of
     their gradients, `layouts` where each parameter is.
     """
 
@@ -69,7 +69,7 @@ class Choices(Table):
         return [(each.strategy, each.out_strategy) for each in self.chosen]
 
     def valid(self, homes: dict[int, Home]) -> bool:
-        """Return whether parameters that have a layout by now have the one that was counted on."""
+        """Return whether all parameters that have a layout have the planned one."""
         return all(home.placed is None or home.placed == self.layouts[home.name] for home in homes.values())
 
     def heading(self) -> list[str]:
@@ -111,24 +111,24 @@ class Follower:
         return chosen
 
     def made(self, tensor: ShardedTensor) -> None:
-        """There is nothing to note."""
+        """Ignore the result: the strategies have been chosen."""
 
     def whole(self, tensor: ShardedTensor) -> None:
-        """There is nothing to note."""
+        """Ignore that a tensor is made whole."""
 
 
 def _shown(shapes: Sequence[Sequence[int]]) -> str:
     return " and ".join(str(tuple(each)) for each in shapes)
 
 
-def key_of(net: Any, args: Any, kwargs: Any) -> Any:
+def key_of(training: bool, args: Any, kwargs: Any) -> Any:
     """Return what decides a plan: the shapes and types of tensors, all other arguments, and the network's mode."""
     leaves, structure = tree_flatten((args, kwargs))
     kinds = [
         (tuple(each.shape), each.dtype, each.requires_grad) if isinstance(each, torch.Tensor) else repr(each)
         for each in leaves
     ]
-    return tuple(kinds), str(structure), getattr(net, "training", None)
+    return tuple(kinds), str(structure), training
 
 
 def trace(run: Callable[[Callable[[Any], Any]], Any], homes: dict[int, Home], ranks: int, cut: bool) -> list[Node]:

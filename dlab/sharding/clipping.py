@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank holds parts: a number over all ranks, which no rank's own parts tell."""
+"""Clip gradients of which each rank holds parts: their norm is that of all parts, which no rank has alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from dlab.sharding.communication import World
 from dlab.sharding.home import Home
 
 
+@torch.no_grad()
 def clip_gradients(homes: Iterable[Home], world: World, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; return the norm that they had.
 
     A part that several ranks hold counts once. Costs one all-reduce of one number; every rank must call it.
     """
+    if not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm!r}: give a number above 0")
     given = [home for home in homes if home.parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64)
     for home in given:

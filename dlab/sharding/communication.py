@@ -1,7 +1,7 @@
-"""Communication that gradients can pass: for each collective of sharded operators, what goes forth and what goes back.
+"""Collectives as autograd functions: what each of them sends in the forward pass, and what in the backward pass.
 
-A tensor that ranks hold whole has the same whole gradient on all of them; a part has the gradient of that part; the
-gradient of a partial sum is whole. These three sentences decide every `backward` below.
+If all ranks hold a tensor whole, all hold its whole gradient. If each holds a part, each holds that part's gradient. If
+each holds a partial sum, all hold the whole gradient of the sum. Every `backward` below follows from these rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlab.transports import Group, Transport
 
 @dataclass
 class Transfer:
-    """What one collective of an operator moves: for `explain`, which compares it with what is recorded."""
+    """One collective of an operator: its direction, its group, and the bytes that a rank sends; a row of `explain`."""
 
     operator: str
     collective: str
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass
 class World:
-    """The ranks that a network is cut over, seen from one of them; without a transport, they are only counted."""
+    """The ranks that a network is cut over, seen from one of them; without transport, collectives are only counted."""
 
     size: int
     rank: int = 0
@@ -54,7 +54,7 @@ class World:
     _groups: dict[tuple[int, ...], Transport] = field(default_factory=dict)
 
     def begin(self, name: str, found: Any) -> str:
-        """Note that an operator begins; where calls are told, each has a number in front of its name."""
+        """Note that an operator begins, and return its name; where calls are noted, with the number of the call."""
         if self.told is not None:
             name = f"{len(self.calls) + 1} {name}"
             self.calls.append(Call(name, found.inputs))
@@ -84,7 +84,7 @@ class World:
 
 @dataclass(frozen=True)
 class Line:
-    """Ranks that communicate, with the collectives that they can do; each is told to the world if it wants to know."""
+    """The ranks along some axes, and the collectives among them; the world notes each of them if it keeps a list."""
 
     world: World
     members: tuple[int, ...]
@@ -142,6 +142,8 @@ class Line:
 
     def _open(self, collective: str, tensor: torch.Tensor, back: bool) -> Transport | None:
         world = self.world
+        if back:
+            refuse_twice()
         if world.told is not None:
             sent = volume(collective, self.size, tensor.numel()) * tensor.element_size()
             direction = "backward" if back else "forward"
@@ -149,10 +151,19 @@ class Line:
         return None if world.transport is None else world.group(self.members, self.axes)
 
 
-class Copy(torch.autograd.Function):
-    """Forth: nothing, every rank has the tensor. Back: all-reduce, since each rank has used it for its part only.
+def refuse_twice() -> None:
+    """Raise an error in a backward pass that is to be differentiated itself: autograd does not see what ranks send."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "communication between ranks cannot be differentiated twice, as create_graph=True asks: leave it out, or "
+            "compute gradients of gradients with parallel_mode='stand_alone'"
+        )
 
-    Who forgets it has a right forward pass and wrong gradients.
+
+class Copy(torch.autograd.Function):
+    """Forward: nothing, every rank has the tensor. Backward: all-reduce, since each rank used it only for its own part.
+
+    Without it the forward pass is still right, and the gradients are wrong.
     """
 
     @staticmethod
@@ -167,7 +178,7 @@ class Copy(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Forth: the sum of the ranks' partial sums. Back: nothing, the gradient of each summand is that of the sum."""
+    """Forward: the sum of the ranks' partial sums. Backward: nothing, each summand has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, line: Line) -> torch.Tensor:
@@ -175,11 +186,12 @@ class AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_twice()
         return gradient, None
 
 
 class Slice(torch.autograd.Function):
-    """Forth: each rank keeps its part of a whole tensor. Back: all-gather, since each has the gradient of its part."""
+    """Forward: each rank keeps its part of a whole tensor. Backward: all-gather of the gradients of the parts."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, line: Line, dim: int, operator: str) -> torch.Tensor:
@@ -193,7 +205,7 @@ class Slice(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """Forth: the ranks' parts joined. Back: each rank keeps the gradient of its part; with `summed`, reduce-scatter,
+    """Forward: joins the ranks' parts. Backward: each keeps the gradient of its part; with `summed`, a reduce-scatter,
     where each rank has used the whole tensor for a part of the result only (all-gather and `Copy` in one)."""
 
     @staticmethod
@@ -206,13 +218,14 @@ class AllGather(torch.autograd.Function):
         ctx.line.world.operator = ctx.operator
         if ctx.summed:
             return ctx.line.reduce_scatter(gradient, ctx.dim, back=True), None, None, None, None
+        refuse_twice()
         # a tensor of its own: a parameter may keep it as its gradient and add to it
         part = ctx.line.cut(gradient, ctx.dim).clone(memory_format=torch.contiguous_format)
         return part, None, None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Forth: each rank gets its part of the sum of all partial sums. Back: all-gather."""
+    """Forward: each rank gets its part of the sum of all partial sums. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, line: Line, dim: int, operator: str) -> torch.Tensor:
@@ -226,7 +239,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Forth: the cut moves from one dimension to another. Back: it moves back."""
+    """Forward: the cut moves from one dimension to another. Backward: it moves back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, line: Line, source: int, target: int, operator: str) -> torch.Tensor:
@@ -275,7 +288,7 @@ def redistribute(
 
 
 def adds_up(step: Transition, target: Placed, varying: tuple[str, ...]) -> bool:
-    """Return whether the way back of a last step can add up the gradients as well: an all-gather among these ranks."""
+    """Return whether the backward pass of the last step, an all-gather among these ranks, can add up gradients too."""
     return step.collective == "all-gather" and _span(step.before.layout, step.axes) == _span(target.layout, varying)
 
 

@@ -1,7 +1,7 @@
 """The drawing of a grid of blocks: its colours, the ranks as text of a given length, and the SVG.
 
-It is laid on a white card in an `<img>`: JupyterLab keeps that in a notebook that is not trusted yet, and it looks the
-same on a light page and on a dark one.
+It has a white background, so that it looks the same in light and dark themes, and goes into an `<img>`, which
+JupyterLab shows even in a notebook that it does not trust.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _WIDE = 0.6  # width of a character, in its height
 def colour_of(block: Sequence[int], cuts: Sequence[int]) -> str:
     """Return the colour of a block, given its place along each dimension and the number of blocks along each.
 
-    Up to 8 blocks have colours that are easily told apart. Of more, the hue tells the place along the dimension with
-    the most blocks, over again after 16, and the lightness the place along the others.
+    Up to 8 blocks have colours that are easily told apart. Of more, the hue shows the place along the dimension with
+    the most blocks (it repeats after 16), and the lightness the place along the others.
     """
     if prod(cuts) <= len(_HUES):
         number = _number(block, cuts)
@@ -116,7 +116,7 @@ Places = list[tuple[int | None, float, float]]
 
 
 def _size(shape: Sequence[int], shown: Sequence[int]) -> tuple[float, float]:
-    """Return width and height in pixels: a wide matrix is wider, but not as much as 784 is more than 32."""
+    """Return width and height in pixels; wide matrices are drawn wider, but not in proportion (784 to 32)."""
     ratio = min(max((max(shape[1], 1) / max(shape[0], 1)) ** 0.5, 0.6), 2.4)
     if shape[0] == 1:
         return max(420.0, 34.0 * shown[1]), 46.0

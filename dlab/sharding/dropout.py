@@ -1,7 +1,7 @@
 """Dropout on a tensor of which each rank holds a part: all ranks draw the same mask, and each uses its part of it.
 
-So a cut network drops what one process drops, and copies of a tensor stay equal. It needs random number generators that
-are in the same state on all ranks, as `dlab.train` seeds them; every rank draws the numbers of the whole tensor.
+So a cut network drops what one process would drop, and copies of a tensor stay equal. The random number generators must
+be in the same state on all ranks, as `dlab.train` seeds them; every rank draws the numbers of the whole tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlab.sharding.tensor import RULES, ShardedTensor
 
 
 def dropout(x: ShardedTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Operation:
-    """Zeros at random, and the rest scaled by 1/(1-p); every dimension can be cut."""
+    """Sets elements to zero at random, and scales the others by 1/(1-p); every dimension can be cut."""
     if inplace:
         raise NotImplementedError("Dropout: dlab does not change sharded tensors in place: leave out inplace=True")
     subscripts = "abcdmnopqruwxyz"[: x.dim()]

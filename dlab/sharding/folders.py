@@ -1,7 +1,7 @@
 """The folder of a checkpoint by slice: a file from each rank, and a manifest that makes them one checkpoint.
 
 Files of a new save lie beside those of the one before, under other names; then a new manifest takes the place of the
-old one in one atomic step. A process that dies before leaves the old checkpoint, one that dies after it the new one.
+old one in one atomic step. Whenever a process dies, one of the two is whole.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def common_file(number: int) -> str:
 
 
 def digest(content: Any) -> str:
-    """Return a digest of what JSON can write."""
+    """Return the digest of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -148,8 +148,8 @@ def copy_plain(source: torch.Tensor, box: tuple[slice, ...], target: torch.Tenso
 def copy_mapped(source: torch.Tensor, box: tuple[slice, ...], target: torch.Tensor) -> None:
     """Copy a part of a tensor in a mapped file, a few rows at a time, and give the memory of the file back after each.
 
-    Otherwise the system keeps what was read, and what lies beside it, in this process's memory while there is room.
-    Never call it for a tensor in ordinary memory, which would be lost.
+    Otherwise the system keeps the pages that were read in this process's memory as long as there is room. Never call it
+    for a tensor in ordinary memory: its contents would be lost.
     """
     if not box:
         copy_plain(source, box, target)

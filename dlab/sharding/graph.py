@@ -20,7 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 class Operand:
     """A tensor that an operator takes: which operator made it, or which parameter it is, or else where it is.
 
-    `tensor` is the number of the object: ranks move one object to one place once, whoever takes it there.
+    `tensor` is the number of the tensor object: it is moved to a layout only once, however many operators need it.
     `gradient` says whether a gradient goes back through it.
     """
 
@@ -49,7 +49,7 @@ class Node:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What decides its candidates: calls with the same signature have the same ones."""
+        """What the candidates depend on: calls with the same signature have the same candidates."""
         operation = self.operation
         kind = operation.name, *operation.subscripts, operation.result, operation.uncut, operation.linear
         rest = self.shape, self.itemsize, self.gradient, self.whole, repr(self.strategy), repr(self.out_strategy)
@@ -58,7 +58,7 @@ class Node:
 
 @dataclass
 class Tracer:
-    """Notes every operator that a network calls; it stands where otherwise strategies are chosen."""
+    """A `Chooser` that records every operator that a network calls, and changes no strategy."""
 
     nodes: list[Node] = field(default_factory=list)
     _made: dict[int, tuple[ShardedTensor, int | None, Placed | None]] = field(default_factory=dict)

@@ -32,7 +32,7 @@ _BY_ELEMENT = {
 class Postponed(torch.Tensor):
     """A tensor without memory that writes down how its values are to be made, until a rank makes its part.
 
-    One that is no parameter is made whole as soon as something computes with it; a parameter is not.
+    A postponed tensor that is not a parameter is made whole as soon as something computes with it; a parameter is not.
     """
 
     recipe: Recipe
@@ -138,7 +138,7 @@ def _rebuild(recipe: Recipe, requires_grad: bool, is_parameter: bool, waits: boo
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with values: tensors that are no parameters are made whole for it."""
+    """Call a function that needs values: tensors that are not parameters are made whole first."""
 
     def made(value: Any) -> Any:
         if not isinstance(value, Postponed):

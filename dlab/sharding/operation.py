@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from dlab.layout import Layout, Placed, refine, within
+from dlab.layout import Layout, Placed
+from dlab.sharding.refinement import refine, within
 
 UNCUT = "."  # the subscript of a dimension of length 1 that is repeated along another operand's, and never cut
 Strategy = tuple[Any, ...]
@@ -106,9 +107,8 @@ def by_strategy(
     if not isinstance(strategy, (tuple, list)):
         raise ValueError(f"{name}: a strategy is a tuple with an entry for each input, not {strategy!r}")
     if len(strategy) != wanted:
-        raise ValueError(
-            f"{name}: the strategy {_show(strategy)} has {len(strategy)} entries, not {wanted}, one for each input"
-        )
+        entries = f"{len(strategy)} {'entry' if len(strategy) == 1 else 'entries'}"
+        raise ValueError(f"{name}: the strategy {_show(strategy)} has {entries}, not {wanted}, one for each input")
     if all(isinstance(each, Placed) for each in strategy):
         cuts, layout = _by_layouts(operation, strategy, ranks)
     elif any(isinstance(each, Layout) for each in strategy):

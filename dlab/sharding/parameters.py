@@ -3,7 +3,7 @@ cut is refused; an optimizer works on the part itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 
 
 class ParameterMode(TorchFunctionMode):
-    """Sees functions of parameters alone, such as `weight.t()`, which no sharded tensor takes part in."""
+    """Intercepts functions whose only tensors are parameters, such as `weight.t()`, since no sharded tensor does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,7 +35,7 @@ class ParameterMode(TorchFunctionMode):
         if home is not None and home.placed is not None and func in _SHAPES:
             return _SHAPES[func](home.shape, *args[1:], **kwargs)
         given = (*args, *kwargs.values()) if kwargs else args
-        if func in RULES and any(isinstance(each, nn.Parameter) and id(each) in state.homes for each in given):
+        if func in RULES and any(isinstance(each, nn.Parameter) and id(each) in state.homes for each in _flat(given)):
             with torch._C.DisableTorchFunctionSubclass():
                 return call(func, args, kwargs)
         if func not in _LOCAL:
@@ -54,6 +54,12 @@ _LOCAL = {
 }
 
 
+def _flat(args: Any) -> Iterator[Any]:
+    """Yield arguments, and in place of a list what is in it, as `torch.cat` takes its tensors."""
+    for arg in args:
+        yield from arg if isinstance(arg, (tuple, list)) else (arg,)
+
+
 def _refuse_parts(func: Any, args: Any) -> None:
     """Raise an error if a function that dlab cannot cut would see a part of a parameter, or of its gradient, as all."""
     name = getattr(func, "__name__", str(func))  # of an attribute: __get__
@@ -62,7 +68,7 @@ def _refuse_parts(func: Any, args: Any) -> None:
     known = state.homes
     if "norm" in name:  # as in the clipping of gradients
         known = known | {id(home.parameter.grad): home for home in known.values() if home.parameter.grad is not None}
-    for each in (value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))):
+    for each in _flat(args):
         home = known.get(id(each)) if isinstance(each, torch.Tensor) else None
         if home is not None and home.placed is not None and home.placed.used:
             raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""A redistribution as data: a plan that prints itself, can be compared with another, and runs on real ranks."""
+"""A redistribution as data: a plan that can be printed, compared with another one, and run on real ranks."""
 
 from __future__ import annotations
 

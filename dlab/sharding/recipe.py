@@ -49,7 +49,7 @@ class Recipe:
         self.__dict__.update(state, steps=steps)
 
     def begin(self, function: Any, args: Any, generator: torch.Generator | None = None) -> None:
-        """Write down a function that gives all values anew; if it draws, the generator moves on as if it had drawn."""
+        """Record a function that sets all values; if it draws random numbers, the generator advances as usual."""
         self.steps, self.filled, self.drawn, self.stored = [(function, args, {})], [], None, None
         self.first_dtype = self.dtype
         if function.overloadpacket.__name__ in DRAWS:
@@ -59,7 +59,7 @@ class Recipe:
                 pass
 
     def add(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Write down a function of single elements."""
+        """Record a function that is applied to each element."""
         self.steps.append((function, args, kwargs))
         self.dtype = function(torch.ones(1, dtype=self.dtype), *args, **kwargs).dtype
         number = torch.zeros((), dtype=self.dtype)
@@ -98,10 +98,10 @@ class Recipe:
         return values
 
     def _blocks(self, generator: torch.Generator) -> Iterator[torch.Tensor]:
-        """Draw the whole, a block at a time: bit for bit what one call for the whole draws.
+        """Draw the whole, a block at a time, with the same bits as one call for the whole.
 
-        Only the last block may have a size that 16 does not divide, since torch draws the last 16 numbers twice then;
-        and it must have 16 at least, since fewer normal numbers are drawn in another way.
+        torch draws normal numbers in groups of 16. If 16 does not divide the size, it draws the last 16 again; below 16
+        it uses another method. So every block but the last is a multiple of 16, and the last has at least 16.
         """
         (function, args, _), left = self.steps[0], math.prod(self.shape)
         scratch = torch.empty(min(left, _BLOCK + 15), dtype=self.first_dtype)
@@ -145,7 +145,7 @@ class _Reader:
 
 
 def _stretches(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Cut a tensor into boxes that lie one after another in memory, of about a block each."""
+    """Cut a tensor into boxes that are contiguous in memory and follow each other, each of about a block."""
     dim = next((dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= _BLOCK), len(shape))
     if dim == len(shape):
         yield ()
@@ -165,5 +165,5 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def shifted(inner: Box, outer: Box) -> Box:
-    """Return where a part lies within a greater part."""
+    """Return the position of a part relative to a larger part that contains it."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))

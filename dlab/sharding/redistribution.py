@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import count
 from math import prod
 
-from dlab.layout import Layout, Placed, refine, replicated, within
+from dlab.layout import Layout, Placed, replicated
+from dlab.sharding.refinement import refine, within
 
 _MOST_AXES = 4  # with more axes than this, the search tries only moves towards the target
 
@@ -102,7 +103,7 @@ def _fits(placed: Placed, dim: int, axes: Sequence[str], shape: tuple[int, ...])
 def _moves(placed: Placed, end: Placed, shape: tuple[int, ...]) -> Iterator[Transition]:
     """Yield every step that is possible; only the last, innermost axes of a dimension can be joined or moved.
 
-    Several that are moved together keep their order, which one by one they would not: (x, y) would become (y, x).
+    Axes that move together keep their order; moved one by one, (x, y) would become (y, x).
     """
     towards = len(placed.layout.names) > _MOST_AXES
 

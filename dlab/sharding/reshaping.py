@@ -16,7 +16,7 @@ from dlab.sharding.tensor import _ANSWERS, _getter, call
 
 @rule(torch.transpose, torch.Tensor.transpose)
 def transpose(x: Any, dim0: int, dim1: int) -> Operation:
-    """The subscripts change places."""
+    """Two dimensions exchange their subscripts: `ab->ba`; each may be cut."""
     order = list(range(len(shape_of(x))))
     first, second = (dim_of(dim, shape_of(x), "Transpose") for dim in (dim0, dim1))
     order[first], order[second] = order[second], order[first]
@@ -24,9 +24,8 @@ def transpose(x: Any, dim0: int, dim1: int) -> Operation:
 
 
 @rule(torch.permute, torch.Tensor.permute)
-def permute(x: Any, *sizes: Any, dims: Any = ()) -> Operation:
-    """The subscripts change places."""
-    dims = sizes or (dims,)
+def permute(x: Any, *dims: Any) -> Operation:
+    """The subscripts are put into the given order: `abc->cab`; each dimension may be cut."""
     order = list(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else list(dims)
     subscripts = subscripts_of(len(shape_of(x)))
     order = [dim_of(dim, shape_of(x), "Transpose") for dim in order]
@@ -47,9 +46,12 @@ def swap_last(x: Any) -> Operation:
 @rule(torch.flatten, torch.Tensor.flatten)
 def flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Operation:
     """Several dimensions become one; of these only the first can be cut."""
-    shape = list(shape_of(x))
-    end = end_dim % len(shape)
-    start = start_dim % len(shape)
+    shape = shape_of(x)
+    start, end = (dim_of(dim, shape or (1,), "Flatten") for dim in (start_dim, end_dim))  # a number becomes a vector
+    if start > end:
+        raise ValueError(
+            f"Flatten: dimension {start_dim} does not come before dimension {end_dim} of the shape {shape}"
+        )
     return _reshaped("Flatten", x, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
 
 
@@ -137,11 +139,21 @@ def unsqueeze(x: Any, dim: int) -> Operation:
     return Operation("Unsqueeze", [x], [subscripts], result, lambda parts, _: parts[0].unsqueeze(place), linear=True)
 
 
+@rule(torch.squeeze, torch.Tensor.squeeze)
+def squeeze(x: Any, dim: Any = None) -> Operation:
+    """Dimensions of length 1, which are not cut, are left out."""
+    shape, subscripts = shape_of(x), subscripts_of(len(shape_of(x)))
+    dims = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
+    gone = tuple(each for dim in dims if shape[each := dim_of(dim, shape, "Squeeze")] == 1)
+    result = "".join(subscript for each, subscript in enumerate(subscripts) if each not in gone)
+    return Operation("Squeeze", [x], [subscripts], result, lambda parts, _: parts[0].squeeze(gone), linear=True)
+
+
 @rule(torch.Tensor.__getitem__)
 def pick(x: Any, index: Any) -> Operation:
     """`x[:, 0]`, `x[..., 2:4]`, `x[None]`: a dimension from which something is picked must be whole on every rank."""
     index = index if isinstance(index, tuple) else (index,)
-    if not all(each is None or each is ... or isinstance(each, (int, slice)) for each in index):
+    if not all(each is None or each is ... or isinstance(each, slice) or type(each) is int for each in index):
         raise NotImplementedError(
             "dlab cuts x[...] with whole numbers, slices, None and ...: pick by a tensor outside of the network"
         )
@@ -201,6 +213,29 @@ def cat(tensors: Any, dim: int = 0) -> Operation:
     )
 
 
+@rule(torch.stack)
+def stack(tensors: Any, dim: int = 0) -> Operation:
+    """Tensors of one shape along a new dimension, which is not cut; the others are cut as in the first one."""
+    shape, subscripts = shape_of(tensors[0]), subscripts_of(len(shape_of(tensors[0])))
+    place = dim_of(dim, (*shape, 1), "Stack")
+    return Operation(
+        "Stack",
+        list(tensors),
+        [subscripts] * len(tensors),
+        subscripts[:place] + "s" + subscripts[place:],
+        lambda parts, _: torch.stack(parts, dim=place),
+        uncut="s",
+        lengths={"s": len(tensors)},
+    )
+
+
+def unbind(x: Any, dim: int = 0) -> tuple[Any, ...]:
+    """Return the parts of a tensor at each index of a dimension, as a loop over it gets them."""
+    place = dim_of(dim, shape_of(x), "Unbind")
+    before = (slice(None),) * place
+    return tuple(call(torch.Tensor.__getitem__, (x, (*before, at)), {}) for at in range(shape_of(x)[place]))
+
+
 def split(x: Any, split_size_or_sections: int | list[int], dim: int = 0) -> tuple[Any, ...]:
     """Return parts of a tensor along a dimension, which must be whole on every rank; each is picked by itself."""
     place = dim_of(dim, shape_of(x), "Split")
@@ -220,3 +255,4 @@ def chunk(x: Any, chunks: int, dim: int = 0) -> tuple[Any, ...]:
 
 
 _ANSWERS.update({torch.split: split, torch.Tensor.split: split, torch.chunk: chunk, torch.Tensor.chunk: chunk})
+_ANSWERS.update({torch.unbind: unbind, torch.Tensor.unbind: unbind})

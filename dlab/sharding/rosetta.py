@@ -92,7 +92,9 @@ def from_dtensor(placements: Sequence[Placement], mesh: DeviceMesh | Layout, dim
     for name, placement in reversed(list(zip(layout.names, placements, strict=True))):
         if isinstance(placement, (Shard, _StridedShard)):
             if placement.dim not in range(-dims, dims):
-                raise ValueError(f"{placement!r} on axis {name!r} cuts a dimension that a tensor with {dims} has not")
+                raise ValueError(
+                    f"{placement!r} on axis {name!r} cuts a dimension that a tensor of {dims} dimensions does not have"
+                )
             names = cut[placement.dim]
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             ahead = [at for at in range(len(names) + 1) if prod(layout.lengths[n] for n in names[:at]) == factor]

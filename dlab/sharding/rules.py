@@ -7,38 +7,60 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from dlab.sharding import reshaping  # noqa: F401  (fills the table of rules)
+from dlab.sharding import losses, reshaping  # noqa: F401  (they fill the table of rules)
 from dlab.sharding.operation import UNCUT, Operation
-from dlab.sharding.state import state
 from dlab.sharding.subscripts import broadcast, dim_of, is_tensor, rule, shape_of, subscripts_of
-from dlab.sharding.tensor import ShardedTensor
 
 # products
 
 
 @rule(
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.Tensor.mm, torch.Tensor.bmm
+    *(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm),
+    *(torch.Tensor.bmm, torch.mv, torch.Tensor.mv, torch.dot, torch.Tensor.dot),
 )
 def matmul(first: Any, second: Any, transpose_b: bool = False) -> Operation:
-    """`ij,jk->ik`, with the subscripts of a batch in front; a cut of j leaves a partial sum."""
+    """`ij,jk->ik`, with the subscripts of a batch in front; a cut of j leaves a partial sum. A vector has only j."""
     a, b = len(shape_of(first)), len(shape_of(second))
-    if a < 1 or b < 2:
-        raise ValueError(f"dlab cuts products of matrices, not of tensors with {a} and {b} dimensions")
+    if min(a, b) < 1 or (transpose_b and b < 2):
+        raise ValueError(
+            f"dlab cuts products of vectors and matrices, not of tensors with {a} and {b} dimensions"
+            f"{' of which the second is transposed' if transpose_b else ''}"
+        )
     batch = broadcast(shape_of(first)[:-2], shape_of(second)[:-2])
-    row = "i" if a > 1 else ""
-    subscripts = [batch[0] + row + "j", batch[1] + ("kj" if transpose_b else "jk")]
+    row, column = "i" * (a > 1), "k" * (b > 1)
+    subscripts = [batch[0] + row + "j", batch[1] + (column + "j" if transpose_b else "j" + column)]
 
     def compute(parts: list[Any], lengths: dict[str, int]) -> Any:
         return torch.matmul(parts[0], parts[1].mT if transpose_b else parts[1])
 
-    return Operation("MatMul", [first, second], subscripts, batch[2] + row + "k", compute)
+    return Operation("MatMul", [first, second], subscripts, batch[2] + row + column, compute)
+
+
+@rule(torch.einsum)
+def einsum(equation: str, *tensors: Any) -> Operation:
+    """As it is written: what is not in the result is added up, and a cut of it leaves a partial sum."""
+    given = list(tensors[0]) if len(tensors) == 1 and not is_tensor(tensors[0]) else list(tensors)
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    words = inputs.split(",")
+    if not all(word.isalpha() or not word for word in [*words, result]) or any(len(set(w)) < len(w) for w in words):
+        raise NotImplementedError(
+            f"Einsum: dlab cuts {equation!r} without ... and with each subscript once in a tensor"
+        )
+    if len(words) != len(given):
+        raise ValueError(f"Einsum: {equation!r} is for {len(words)} tensors, not {len(given)}")
+    if not arrow:  # as torch has it: the subscripts that stand once, in alphabetical order
+        result = "".join(sorted(each for each in set(inputs) - {","} if inputs.count(each) == 1))
+
+    def compute(parts: list[Any], _: dict[str, int]) -> Any:
+        return torch.einsum(f"{','.join(words)}->{result}", *parts)
+
+    return Operation("Einsum", given, words, result, compute, linear=len(given) == 1)
 
 
 @rule(F.linear)
@@ -75,13 +97,13 @@ def attention(
 # numbers one by one
 
 
-_LINEAR = {torch.neg, torch.detach}  # may be applied to the parts of a sum
+_LINEAR = {torch.neg, torch.detach, torch.clone}  # may be applied to the parts of a sum
 
 
 def _unary(function: Any) -> Callable[..., Operation]:
     def rule_of_one(x: Any, *args: Any, **kwargs: Any) -> Operation:
         name = getattr(function, "__name__", "").title()
-        if kwargs.pop("inplace", False):
+        if kwargs.pop("inplace", False) or any(each is True for each in args):  # nn.ELU gives it by its place
             raise NotImplementedError(f"{name}: dlab does not change sharded tensors in place: leave out inplace=True")
         if any(map(is_tensor, (*args, *kwargs.values()))):
             raise NotImplementedError(f"{name}: dlab cuts it with numbers as settings, not with tensors")
@@ -100,10 +122,17 @@ for _functions in (
     (torch.tanh, torch.Tensor.tanh, F.tanh),
     (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid),
     (F.silu,),
+    (F.leaky_relu,),
+    (F.elu,),
+    (F.softplus,),
+    (torch.sin, torch.Tensor.sin),
+    (torch.cos, torch.Tensor.cos),
     (torch.exp, torch.Tensor.exp),
     (torch.sqrt, torch.Tensor.sqrt),
     (torch.Tensor.float,),
     (torch.Tensor.double,),
+    (torch.Tensor.half,),
+    (torch.Tensor.bfloat16,),
     (torch.square, torch.Tensor.square),
     (torch.neg, torch.Tensor.neg, torch.Tensor.__neg__),
     (torch.abs, torch.Tensor.abs),
@@ -112,10 +141,22 @@ for _functions in (
     (torch.reciprocal, torch.Tensor.reciprocal),
     (torch.clamp, torch.Tensor.clamp),
     (torch.detach, torch.Tensor.detach),
+    (torch.clone, torch.Tensor.clone),
     (torch.zeros_like,),
     (torch.ones_like,),
 ):
     rule(*_functions)(_unary(_functions[0]))
+
+
+@rule(torch.Tensor.to)
+def to(x: Any, dtype: Any) -> Operation:
+    """Numbers of another type."""
+    if not isinstance(dtype, torch.dtype):
+        raise NotImplementedError(
+            f"To: dlab changes the type of numbers, as in x.to(torch.float32), and cannot take {dtype!r}: move tensors "
+            "to a device before the network gets them"
+        )
+    return _unary(torch.Tensor.to)(x, dtype)
 
 
 def _binary(name: str, function: Callable[[Any, Any], Any], scales: bool) -> Callable[..., Operation]:
@@ -159,11 +200,12 @@ def _along(name: str, function: Any) -> Callable[..., Operation]:
         if dim is None:
             raise ValueError(f"{name}: say along which dimension, as in dim=-1")
         subscripts = subscripts_of(len(shape_of(x)))
+        place = dim_of(dim, shape_of(x) or (1,), name)  # as in torch, a number has a dimension 0 here
 
         def compute(parts: list[Any], _: dict[str, int]) -> Any:
             return function(parts[0], dim=dim, dtype=dtype)
 
-        return Operation(name, [x], [subscripts], subscripts, compute, uncut=subscripts[dim_of(dim, shape_of(x), name)])
+        return Operation(name, [x], [subscripts], subscripts, compute, uncut=subscripts[place : place + 1])
 
     return rule_along
 
@@ -176,6 +218,10 @@ rule(torch.log_softmax, F.log_softmax, torch.Tensor.log_softmax)(_along("LogSoft
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Operation:
     """The dimensions that are normalised cannot be cut; all others can."""
     size = len(tuple(normalized_shape))
+    if not size or shape_of(x)[-size:] != tuple(normalized_shape):
+        raise ValueError(
+            f"LayerNorm: the last dimensions of a tensor of shape {shape_of(x)} are not {tuple(normalized_shape)}"
+        )
     subscripts = subscripts_of(len(shape_of(x)))
     last = subscripts[len(subscripts) - size :]
     given = [each for each in (weight, bias) if each is not None]
@@ -189,21 +235,22 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = No
 
 
 def _reduced(name: str, mean: bool) -> Callable[..., Operation]:
-    def rule_of_sum(x: Any, dim: Any = None, keepdim: bool = False) -> Operation:
+    def rule_of_sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Operation:
         shape = shape_of(x)
         subscripts = subscripts_of(len(shape))
-        every = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
-        gone = {dim_of(each, shape, name) for each in every} if shape else set()
-        number = prod(shape[each] for each in gone) if mean else 1
-        result = "".join(
-            UNCUT if keepdim and each in gone else subscript
-            for each, subscript in enumerate(subscripts)
-            if keepdim or each not in gone
-        )
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(len(shape)))  # as in torch, () means all
+        gone = {dim_of(each, shape or (1,), name) for each in dims}
+        lost = [subscripts[each] for each in gone] if shape else []
+        number = prod(shape[each] for each in gone) if shape else 1
+        result = "".join(UNCUT if subscript in lost else subscript for subscript in subscripts)
+        result = result if keepdim else result.replace(UNCUT, "")
 
-        def compute(parts: list[Any], _: dict[str, int]) -> Any:
-            total = parts[0].sum(dim=tuple(gone), keepdim=keepdim) if gone else parts[0]
-            return total / number if mean else total
+        def compute(parts: list[Any], lengths: dict[str, int]) -> Any:
+            if not mean:
+                return parts[0].sum(dim=tuple(gone), keepdim=keepdim, dtype=dtype)
+            found = parts[0].mean(dim=tuple(gone), keepdim=keepdim, dtype=dtype)  # a sum of halves could overflow
+            here = prod(lengths[subscript] for subscript in lost)
+            return found if here == number else found * (here / number)
 
         return Operation(name, [x], [subscripts], result, compute, linear=True)
 
@@ -212,102 +259,3 @@ def _reduced(name: str, mean: bool) -> Callable[..., Operation]:
 
 rule(torch.sum, torch.Tensor.sum)(_reduced("ReduceSum", mean=False))
 rule(torch.mean, torch.Tensor.mean)(_reduced("ReduceMean", mean=True))
-
-
-# looking up, and the loss
-
-
-@rule(F.embedding)
-def embedding(
-    ids: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Operation:
-    """`…,ve->…e`. Where the rows v are cut, a rank looks up those that it has, zero for the others: a partial sum."""
-    if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
-        raise NotImplementedError(
-            "dlab cuts embeddings without padding_idx, max_norm, scale_grad_by_freq and sparse: leave them out"
-        )
-    rows, (total, width) = subscripts_of(len(shape_of(ids))), shape_of(weight)
-
-    def compute(parts: list[Any], lengths: dict[str, int]) -> Any:
-        here, table = parts
-        if lengths["v"] == total:
-            return F.embedding(here, table)
-        assert state.world is not None and state.found is not None
-        if not here.is_meta and here.numel() and not 0 <= int(here.min()) <= int(here.max()) < total:
-            raise IndexError(
-                f"Embedding: the table has the rows 0 to {total - 1}, but row "
-                f"{int(here.min() if here.min() < 0 else here.max())} is looked up"
-            )
-        shifted = here - state.found.inputs[1].slices_of(state.world.rank, (total, width))[0].start
-        found = (shifted >= 0) & (shifted < lengths["v"])
-        return F.embedding(shifted.where(found, 0), table) * found.unsqueeze(-1).to(table.dtype)
-
-    return Operation("Embedding", [ids, weight], [rows, "ve"], rows + "e", compute)
-
-
-@rule(F.cross_entropy)
-def cross_entropy(
-    scores: Any,
-    labels: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Operation:
-    """`bc,b->`: the samples can be cut, which leaves a partial sum of the loss; the classes cannot."""
-    function = partial(F.cross_entropy, label_smoothing=label_smoothing)
-    plain = weight is size_average is reduce is None
-    return _loss("CrossEntropy", function, scores, labels, plain, ignore_index, reduction)
-
-
-@rule(F.nll_loss)
-def nll_loss(
-    scores: Any,
-    labels: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Operation:
-    """`bc,b->`, like `cross_entropy`, of scores that are logarithms of probabilities."""
-    plain = weight is size_average is reduce is None
-    return _loss("NLLLoss", F.nll_loss, scores, labels, plain, ignore_index, reduction)
-
-
-def _loss(
-    name: str, function: Any, scores: Any, labels: Any, plain: bool, ignore_index: int, reduction: str
-) -> Operation:
-    """The losses of a rank's samples, divided by the number of all samples whose label counts."""
-    samples, by_class = shape_of(scores)[:1], len(shape_of(labels)) == 2  # labels are then probabilities
-    if not plain or reduction not in ("mean", "sum") or len(shape_of(scores)) != 2 or len(shape_of(labels)) > 2:
-        raise NotImplementedError(
-            f"dlab cuts {name} of scores (samples, classes) with reduction='mean' or 'sum' and without weight: give "
-            "it such scores, or compute it outside of the network"
-        )
-    number = 1 if reduction == "sum" else samples[0]
-    mine = labels.local() if isinstance(labels, ShardedTensor) else labels
-    whole = not isinstance(labels, ShardedTensor) or not labels.placed.used
-    may_ignore = reduction == "mean" and not by_class and not mine.is_meta
-    if whole and may_ignore:
-        number = int((mine != ignore_index).sum())
-
-    def compute(parts: list[Any], _: dict[str, int]) -> Any:
-        if by_class:
-            return function(parts[0], parts[1], reduction="sum") / number
-        if may_ignore and not whole and bool((parts[1] == ignore_index).any()):
-            raise ValueError(
-                f"{name}: a label is {ignore_index}, which does not count, and the labels are cut, so that no rank "
-                "knows how many do: use reduction='sum' and divide by that number"
-            )
-        return function(parts[0], parts[1], reduction="sum", ignore_index=ignore_index) / number
-
-    return Operation(name, [scores, labels], ["bc", "bc" if by_class else "b"], "", compute, uncut="c")

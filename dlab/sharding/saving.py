@@ -179,7 +179,7 @@ def groups_of(homes: Iterable[Home], optimizer: torch.optim.Optimizer) -> list[l
 
 
 def transport_of(world: World) -> Transport:
-    """Return what joins the ranks; a plan has none."""
+    """Return the transport of the ranks; raise an error for a plan, which has none."""
     if world.transport is None:
         raise ValueError("a plan holds no parameters: make AutoParallel without ranks=, in the processes of a cluster")
     return world.transport

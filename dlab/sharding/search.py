@@ -1,7 +1,7 @@
 """The strategies of a whole network that communicate least: dynamic programming along its operators.
 
-After each operator only two things matter of what was decided before: where the tensors are that later operators still
-need, and the cost so far. Of all decisions that agree in the first, the cheapest is kept.
+After each operator only two things matter about earlier decisions: the layouts of tensors that later operators still
+need, and the cost so far. Among decisions with the same layouts only the cheapest is kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Search:
     """The operators of a network with their candidates, and what their tensors cost on the way between them.
 
     An operator has at most `MOST` candidates, and at most `BEAM` partial decisions go on after it, so that the work
-    grows with the number of operators alone. Where neither bound is reached, nothing is better (`exact`).
+    grows only linearly with their number. If neither bound is reached, the result is optimal (`exact`).
     """
 
     nodes: Sequence[Node]
@@ -264,7 +264,7 @@ def parameter_memory(home: Home | None, placed: Placed) -> int:
 
 
 def _slots(operand: Operand) -> list[Key]:
-    """Return what one has to know of an operand: where it is, and where it has been moved already."""
+    """Return the part of the state that concerns an operand: its layout, and the layouts to which it has been moved."""
     found: list[Key] = [("moved", operand.tensor)]
     if operand.producer is not None:
         found.append(("made", operand.producer))

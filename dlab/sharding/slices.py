@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from dlab.data.table import Bars, Table
-from dlab.layout import Placed
+from dlab.layout import Placed, _count, check_shape, whole_numbers
 from dlab.sharding.blocks import BlockPicture, BlockPictures, block_picture
 from dlab.sharding.drawing import INK, colour_of
 
@@ -102,11 +102,9 @@ def slice_table(placed: Placed | Sequence[Placed], shape: Sequence[Any], name: s
     """
     several: list[Any] = list(placed) if isinstance(placed, (tuple, list)) else [placed]
     shapes = _shapes(several, shape)
-    names = [name] * (len(several) == 1) if isinstance(name, str) else list(name)
+    names = [name] * (len(several) == 1) if isinstance(name, str) else list(name) if isinstance(name, Sequence) else []
     if len(names) != len(several):
-        raise ValueError(
-            f"name={name!r} does not name {len(several)} tensors: give a tuple of {len(several)} names, one for each"
-        )
+        raise ValueError(f"name={name!r} does not name {_count(len(several), 'tensor')}: give a name for each")
     if len({each.layout.size for each in several}) > 1:
         sizes = " and ".join(f"{each.layout} is for {each.layout.size} ranks" for each in several)
         raise ValueError(f"{sizes}: tensors side by side are on the same ranks")
@@ -124,10 +122,10 @@ def _shapes(several: list[Any], shape: Any) -> list[tuple[int, ...]]:
         raise ValueError(
             f"shape={shape} is a number: give a tuple with a length for each dimension, such as ({shape},)"
         )
-    if all(isinstance(length, int) for length in shape):
-        return [tuple(shape)] * len(several)
+    if not isinstance(shape, Sequence) or whole_numbers(shape) is not None:
+        return [check_shape(shape)] * len(several)
     if len(shape) != len(several):
         raise ValueError(
             f"shape={tuple(shape)!r} has {len(shape)} shapes for {len(several)} layouts: give one for each tensor"
         )
-    return [tuple(each) for each in shape]
+    return [check_shape(each) for each in shape]

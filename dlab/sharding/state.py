@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Chooser(Protocol):
-    """Gives operators their strategies, and hears of their results."""
+    """Gives operators their strategies, and is notified of their results."""
 
     def choose(self, operation: Operation, shapes: Any, strategy: Any, out: Any) -> tuple[Any, Any]:
         """Return `in_strategy` and `out_strategy` for an operator that was given these by hand, or None."""
 
     def made(self, tensor: ShardedTensor) -> None:
-        """Hear of the result of the operator that was asked for last."""
+        """Note the result of the operator for which `choose` was called last."""
 
     def whole(self, tensor: ShardedTensor) -> None:
-        """Hear of a tensor that is made whole."""
+        """Note that a tensor is made whole."""
 
 
 class State(threading.local):

@@ -27,6 +27,8 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     """Return the whole shape of a sharded tensor, a parameter of which this rank holds a part, or a tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.whole_shape
+    if not is_tensor(tensor):
+        raise TypeError(f"dlab cuts tensors, not {tensor!r}: give a tensor there")
     home = state.homes.get(id(tensor))
     return home.shape if home is not None else tuple(tensor.shape)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +13,13 @@ from dlab.layout import Layout, Placed, replicated
 from dlab.sharding.communication import World, redistribute
 from dlab.sharding.home import Home
 from dlab.sharding.operation import Operation, Resolved, Strategy, by_following, by_strategy, lengths_of, resolve
+from dlab.sharding.refusals import check_arguments, not_known
 from dlab.sharding.state import state
 
 Rule = Callable[..., Operation]
 RULES: dict[Any, Rule] = {}  # by the torch function; filled by `rules`
+# What torch calls the arguments that rules get by their place.
+_IN_ORDER = ("input", "tensors", "other", "target", "mat2", "vec", "exponent", "shape", "size", "dims")
 
 
 def _getter(attribute: str) -> Any:
@@ -105,12 +107,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor) if isinstance(tensor, ShardedTensor) else tensor
 
 
-def name_of(func: Any) -> str:
-    """Return the name of a function of torch, or of the attribute that it reads."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-
-
 def functions() -> list[str]:
     """Return the names of torch's functions that dlab knows how to cut."""
     return sorted({name for each in RULES if (name := getattr(each, "__name__", "")) and not name.startswith("__")})
@@ -120,18 +116,17 @@ def call(func: Any, args: Any, kwargs: Any, strategy: Strategy | None = None, re
     """Call a torch function on sharded tensors, by its rule; a function that has none is refused by name."""
     rule = RULES.get(func)
     if rule is None:
-        name = name_of(func)
-        near = difflib.get_close_matches(name, functions(), n=3, cutoff=0.5) or ["matmul", "linear", "relu", "reshape"]
-        raise NotImplementedError(
-            f"dlab does not know how to cut {name!r}: let the network return the tensor and call it on the whole "
-            f"result, or write it with functions that dlab can cut, such as {', '.join(near)} (dlab.ops.functions() "
-            "has all)"
-        )
-    for keyword in ("input", "tensors", "other", "target"):  # as torch calls what rules get in the same order
+        raise not_known(func, functions())
+    for keyword in _IN_ORDER if kwargs else ():
         if keyword in kwargs:
             kwargs = dict(kwargs)
             args = (*args, kwargs.pop(keyword))
-    return execute(rule(*args, **kwargs), strategy, result)
+    try:
+        operation = rule(*args, **kwargs)
+    except TypeError:
+        check_arguments(func, rule, args, kwargs)
+        raise
+    return execute(operation, strategy, result)
 
 
 _resolved: dict[Any, tuple[Resolved, dict[str, int], tuple[int, ...]]] = {}  # a few hundred calls at most
@@ -159,10 +154,10 @@ def execute(operation: Operation, strategy: Strategy | None = None, result: Any 
     )
     if state.chooser is not None:
         strategy, result = state.chooser.choose(operation, shapes, strategy, result)
-    if world.size == 1 or state.mode == "data_parallel":
+    if world.size == 1 or state.mode in ("data_parallel", "stand_alone"):
         strategy = result = wanted = None
     if strategy is not None and operation.bias is not None and len(strategy) == len(operation.tensors) + 1:
-        strategy = strategy[:-1]  # the bias is cut as the result is
+        strategy = _without_bias(operation, strategy)
     placed = tuple(_placed(each, home, world) for each, home in zip(operation.tensors, homes, strict=True))
     fixed = tuple(home is not None and home.placed is not None for home in homes)
     free = (
@@ -197,7 +192,31 @@ def execute(operation: Operation, strategy: Strategy | None = None, result: Any 
     if state.chooser is not None:
         state.chooser.made(made)
     world.end(made)
-    return made if operation.bias is None else execute(RULES[torch.add](made, operation.bias))
+    return made if operation.bias is None else execute(_plus_bias(made, operation.bias))
+
+
+def _plus_bias(made: ShardedTensor, bias: Any) -> Operation:
+    """Return the addition of a bias; under autocast the sum keeps the product's type, as in torch's own layer."""
+    addition = RULES[torch.add](made, bias)
+    if not made.is_meta and torch.is_autocast_enabled(made.device.type):
+        add = addition.compute
+        addition.compute = lambda parts, lengths: add([parts[0], parts[1].to(parts[0].dtype)], lengths)
+    return addition
+
+
+def _without_bias(operation: Operation, strategy: Strategy) -> Strategy:
+    """Return a strategy without the last entry, that of the bias, which must be cut as the result is."""
+
+    def cuts(entry: Any) -> Any:
+        return entry.dims if isinstance(entry, Placed) else tuple(entry) if isinstance(entry, (tuple, list)) else entry
+
+    *others, weight, bias = strategy
+    if not isinstance(cuts(weight), tuple) or cuts(bias) != cuts(weight)[:1]:
+        raise ValueError(
+            f"{operation.name}: the bias is added to the result, so it is cut as dimension 0 of the weight: its entry "
+            f"cannot be {bias} where that of the weight is {weight}"
+        )
+    return *others, weight
 
 
 def _key(strategy: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Tensor parallelism in the training loop: a network that `AutoParallel` cuts over some ranks, and copies of those.
+"""Tensor parallelism in the training loop: `AutoParallel` cuts the network over some ranks; other ranks have copies.
 
-On a mesh with the axes dp and tp, the ranks of a line along tp hold one network together and get the same samples; the
-lines have different samples, and average their gradients along dp. Taught in `07_operator_parallel.ipynb`.
+On a mesh with the axes dp and tp, the ranks of a line along tp hold one network together and get the same samples. Each
+of these lines has its own samples; gradients are averaged along dp. Taught in `07_operator_parallel.ipynb`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Bounds = list[list[int]]  # first and last index of a part, in each dimension
 
 
 class TensorParallel(AllReduceSGD):
-    """Cuts the network over `ranks` neighbouring ranks; with more workers than that, lines of them are data parallel.
+    """Cuts the network over `ranks` neighbouring ranks; any further `ranks` workers train a copy on other samples.
 
     `layouts(model, layout)` returns the layouts of parameters and modules by name, as `AutoParallel` takes them, on a
-    layout with the axis "tp"; by default `dlab.megatron_layouts`, which cuts pairs of linear layers. What it does not
-    name stays whole. Each rank holds its part of the weights, the gradients and the optimizer's state. A step averages
-    gradients as `AllReduceSGD` does, along dp only; the collectives of the cut layers go along tp.
+    layout with the axis "tp"; by default it is `dlab.megatron_layouts`, which cuts pairs of linear layers. A parameter
+    that it does not name stays whole. Each rank holds its part of the weights, the gradients and the optimizer's state.
+    A step averages gradients as `AllReduceSGD` does, along dp only; the collectives of the cut layers go along tp.
 
     >>> dlab.train(dlab.RowTransformer, strategy=dlab.TensorParallel(ranks=2), workers=4)
     """
@@ -77,7 +77,7 @@ class TensorParallel(AllReduceSGD):
         return model
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport) -> nn.Module:
-        """Make the copies of each part equal, and return the network that is called whole."""
+        """Make the copies of each part equal, and return the cut network, which takes and returns whole tensors."""
         super().begin(model, optimizer, transport)
         return cast(nn.Module, self._parallel)
 
@@ -90,29 +90,17 @@ class TensorParallel(AllReduceSGD):
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """Gather the whole model's state along tp; every rank must call it."""
-        whole = self._parallel.whole()
-        names = {id(each): name for name, each in self.model.named_parameters()}  # a tied weight has several names
-        state = self.model.state_dict(keep_vars=True)
-        found = {name: whole[names[id(each)]] if id(each) in names else each for name, each in state.items()}
-        return {name: cast(torch.Tensor, each).detach() for name, each in found.items()}
+        return self._parallel.state_dict()
 
     def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
         """Load this rank's parts of the state of a whole model."""
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        own = dict(state)
-        for name, each in self.model.state_dict(keep_vars=True).items():
-            if id(each) in names and name in state:
-                here, there = self._shapes[names[id(each)]], tuple(state[name].shape)
-                if here != there:
-                    raise RuntimeError(f"size mismatch for {name}: {there} was saved, and the model here has {here}")
-                own[name] = state[name][self._slices(names[id(each)])]
-        self.model.load_state_dict(own)
+        self._parallel.load_state_dict(state)
 
     def _slices(self, name: str) -> tuple[slice, ...]:
         return self._placed[name].slices_of(self._mesh["tp"].rank, self._shapes[name])
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's part of the optimizer's state, and of which part of each weight it is."""
+        """Return this rank's part of the optimizer's state, and the bounds of its part of each weight."""
         bounds: list[Bounds] = [[[each.start, each.stop] for each in self._slices(name)] for name in self._order()]
         return {"optimizer": self.optimizer.state_dict(), "bounds": bounds}
 

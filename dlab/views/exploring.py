@@ -24,7 +24,8 @@ def explore(show: Show, buttons: Mapping[str, Show] | None = None, **options: Se
 
     An argument has a list of values, and begins with the first one: a slider for numbers, a drop-down list for others.
     `show` returns a text, a table, a picture, or a list of these; an error that it raises is shown in its place. A
-    button calls its function with the chosen values, and shows what that returns above the rest.
+    button calls its function with the chosen values. Above the rest stands its name while that takes, and then what it
+    returns.
 
     >>> explore(lambda n, power: f"{n} ** {power} = {n**power}", n=[2, 3, 5], power=[1, 2, 3])
     """
@@ -55,7 +56,7 @@ class Explorer:
     @property
     def text(self) -> str:
         """What is shown, as text."""
-        return "\n".join(_written(each) for each in [self._caption, *self._extra, *self._content])
+        return "\n".join(_written(each) for each in self._shown)
 
     def choose(self, **values: Any) -> None:
         """Move controls, as a hand does."""
@@ -67,6 +68,13 @@ class Explorer:
         next(button for button in self._buttons if button.description == name).click()
 
     @property
+    def _shown(self) -> list[Any]:
+        """What the controls say, what a button has shown, and the rest; a refusal by both is there only once."""
+        said = [each for each in self._content if isinstance(each, str)]
+        extra = [each for each in self._extra if not (isinstance(each, str) and each in said)]
+        return [self._caption, *extra, *self._content]
+
+    @property
     def _caption(self) -> str:
         return ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in self.chosen.items())
 
@@ -75,7 +83,12 @@ class Explorer:
 
         def press(_: Any) -> None:
             with self._busy:
-                self._extra = self._call(act)
+                button.disabled, self._extra = True, [f"{name} …"]
+                self._update()
+                try:
+                    self._extra = self._call(act)
+                finally:
+                    button.disabled = False
                 self._update()
 
         button.on_click(press)
@@ -94,7 +107,7 @@ class Explorer:
         return list(found) if type(found) in (list, tuple) else [found]
 
     def _bundle(self) -> dict[str, str]:
-        inside = "".join(f"<div>{_html(each)}</div>" for each in [self._caption, *self._extra, *self._content])
+        inside = "".join(f"<div>{_html(each)}</div>" for each in self._shown)
         return {"text/html": f"<div>{inside}</div>", "text/plain": self.text}
 
     def _update(self) -> None:

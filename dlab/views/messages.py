@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil, cos, hypot, pi, sin
 from typing import Any, Protocol
 
@@ -247,6 +247,7 @@ def _draw(axes: Axes, titled: TitledStep, nodes: list[str], reach: float, size: 
     axes.set_axis_off()
     axes.set_title(titled.title, fontsize=size + 1, color=colour, y=0.93, pad=0)
     messages, places = titled.step.messages, _places(len(nodes))
+    clockwise = _goes_clockwise(messages, len(nodes))
     busy = {rank for message in messages for rank in (message["source"], message["destination"])}
     text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
     for rank, (name, place) in enumerate(zip(nodes, places, strict=True)):
@@ -256,7 +257,7 @@ def _draw(axes: Axes, titled: TitledStep, nodes: list[str], reach: float, size: 
     line: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 1.4 * size, "linewidth": size / 5}
     for message in messages:
         start, end = places[message["source"]], places[message["destination"]]
-        bend = _bend(message["destination"] - message["source"], len(nodes))
+        bend = _bend(message["destination"] - message["source"], len(nodes), clockwise)
         axes.add_artist(FancyArrowPatch(path=_way(start, end, bend), color=colour, **line))
     box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
     for x, y, words in _labels(titled.step, len(nodes)):
@@ -277,10 +278,10 @@ def _labels(step: Step, ranks: int) -> list[tuple[float, float, str]]:
     fan = min(map(len, ends)) < len(messages)
     if (fan or len(messages) > _CROWD) and len({message["bytes"] for message in messages}) == 1:
         return [(0, -1.38, f"{write_size(messages[0]['bytes'])} each")]
-    labels = []
+    labels, clockwise = [], _goes_clockwise(messages, ranks)
     for message, chunk in zip(messages, _chunk_names(step, ranks), strict=True):
         source, destination, words = message["source"], message["destination"], chunk + write_size(message["bytes"])
-        bend = _bend(destination - source, ranks)
+        bend = _bend(destination - source, ranks, clockwise)
         labels.append((*_beside(places[source], places[destination], bend, words), words))
     return labels
 
@@ -310,9 +311,16 @@ def _node(name: str, place: tuple[float, float], colour: str) -> Patch:
     return FancyBboxPatch(corner, 2 * _NODE, 2 * _NODE, "round,pad=0,rounding_size=0.08", color=colour)
 
 
-def _bend(hop: int, ranks: int) -> float:
+def _goes_clockwise(messages: Sequence[MessageData], ranks: int) -> bool:
+    """Return whether a message goes to the next rank, outside of the circle."""
+    return any((message["destination"] - message["source"]) % ranks == 1 for message in messages)
+
+
+def _bend(hop: int, ranks: int, clockwise: bool = True) -> float:
     """Return how far an arrow bends, so that it meets neither the arrow back nor the ranks between."""
     hop %= ranks
+    if hop == ranks - 1 and not clockwise:
+        return 0.16  # to its right: outside the circle, where no arrow goes the other way
     if hop in (1, ranks - 1) or 2 * hop == ranks:
         return -0.16  # to its left: outside the circle if it goes clockwise
     return 0.06 if 2 * hop < ranks else -0.26  # inside the circle, one inside the other

@@ -206,10 +206,10 @@ function write(paint, text, middle, y, most = 2) {
 }
 
 // In the place of a picture for which nothing has come yet.
-function writeNothing(paint) {
+function writeNothing(paint, words = paint.picture.canvas.getAttribute("aria-label")) {
   paint.context.fillStyle = paint.faint;
   paint.context.textBaseline = "middle";
-  write(paint, paint.picture.canvas.getAttribute("aria-label"), paint.width / 2, paint.height / 2, 3);
+  write(paint, words, paint.width / 2, paint.height / 2, 3);
 }
 
 // An empty chart with labelled axes; gives the functions that turn values into pixels.

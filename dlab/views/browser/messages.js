@@ -24,7 +24,7 @@ views.messages = {
     const { picture } = paint;
     picture.options.bar.hidden = !slider(picture) || data.steps.length < 2; // a live picture has nothing to go through
     picture.options.messages = []; // where each message is drawn: a box, and its place in the data
-    if (!data.steps.length) return writeNothing(paint);
+    if (!data.steps.length) return writeNothing(paint, "No messages were recorded."); // the title says what went without
     const now = atCursor(data, until);
     const place = layOut(data, paint.width);
     picture.box.dataset.step = now.index < 0 ? "" : `${data.steps[now.index].phase} ${data.steps[now.index].step}`.trim();
@@ -158,18 +158,19 @@ function drawWords(paint, data, now, place) {
 const colourOf = (step) => COLOURS[step.colour % COLOURS.length];
 
 // As in the still picture: an arrow swings so that it meets neither the one that comes back nor the ranks between.
-function bend(hop, ranks) {
+function bend(hop, ranks, clockwise) {
   hop = (hop + ranks) % ranks;
+  if (hop === ranks - 1 && ranks > 2 && !clockwise) return 0.16;
   if (2 * hop === ranks) return -0.24;
   if (hop === 1 || hop === ranks - 1) return -0.16;
   return 2 * hop < ranks ? 0.06 : -0.26;
 }
 
 // The way of a message: a point and a direction for every share of it, from the rim of one rank to that of the other.
-function wayBetween(nodes, source, destination, rim) {
+function wayBetween(nodes, source, destination, rim, clockwise = true) {
   const [from, to] = [nodes[source], nodes[destination]];
   const [dx, dy] = [to.x - from.x, to.y - from.y];
-  const swing = bend(destination - source, nodes.length);
+  const swing = bend(destination - source, nodes.length, clockwise);
   const middle = { x: (from.x + to.x) / 2 - swing * dy, y: (from.y + to.y) / 2 + swing * dx };
   const length = Math.hypot(dx, dy);
   const cut = Math.min(0.4, rim / length);
@@ -194,7 +195,8 @@ function drawCircle(paint, data, now, { x, y, radius }) {
     const angle = (2 * Math.PI * rank) / ranks + turn;
     return { x: x + radius * Math.cos(angle), y: y + radius * Math.sin(angle) };
   });
-  const ways = now.current.map((k) => wayBetween(nodes, data.source[k], data.destination[k], disc + 3));
+  const clockwise = now.current.some((k) => (data.destination[k] - data.source[k] + ranks) % ranks === 1);
+  const ways = now.current.map((k) => wayBetween(nodes, data.source[k], data.destination[k], disc + 3, clockwise));
   const crowd = ranks > 9 || ways.length > 9 || (ways.length > 6 && ways.some((way) => way.length > LONG));
   const colour = now.index < 0 ? paint.faint : colourOf(data.steps[now.index]);
   drawLinks(paint, data, now, nodes, disc, crowd);
