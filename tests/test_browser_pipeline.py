@@ -29,7 +29,7 @@ def test_the_chart_follows_the_controls_and_the_panel_draws_the_measured_steps(c
         notebook.drag(output, "micro batches", 1.0)
         shows("interleaved: 4 ranks, 8 stages, 32 micro-batches", 100.5, 0.04688, "11, 9, 7, 5")
 
-        while "dlab.train(deep" not in "".join(notebook.cells()[cell]["source"]):
+        while "run = dlab.train(deep" not in "".join(notebook.cells()[cell]["source"]):
             cell += 1
             if notebook.cells()[cell]["cell_type"] == "code":
                 notebook.run_cell(cell)

@@ -38,8 +38,8 @@ def renamed(change):
     return [[change(cell) for cell in row] for row in ROWS]
 
 
-def by_letters(*rows, order=range(5)):
-    """Rows from their letters, with the micro-batches in this order."""
+def by_kinds(*rows, order=range(5)):
+    """Rows from what their actions do, with the micro-batches in this order."""
     found = []
     for rank, row in enumerate(rows):
         numbers = {"F": iter(order), "B": iter(order)}
@@ -66,7 +66,7 @@ RIGHT_TABLES = {
     "arrays": [np.array(row) for row in ROWS],
     "an array": np.array(ROWS),
     "iterators": (iter(row) for row in ROWS),
-    "other order of micro-batches": by_letters("FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB", order=(2, 0, 1, 4, 3)),
+    "other order of micro-batches": by_kinds("FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB", order=(2, 0, 1, 4, 3)),
 }
 
 
@@ -79,17 +79,17 @@ def test_right_tables_pass(right):
 
 WRONG_TABLES = [
     # other schedules
-    (by_letters(*["FFFFFBBBBB"] * 3), "this is GPipe, all forwards and then all backwards"),
+    (by_kinds(*["FFFFFBBBBB"] * 3), "this is GPipe, all forwards and then all backwards"),
     ([row.replace(" ", "") for row in (ROW0, ROW1, ROW2)], "in row 0, '0F00F10F20B00F30B10F40B20B30B4' is no action"),
     (
-        by_letters(*["FBFBFBFBFB"] * 3),
+        by_kinds(*["FBFBFBFBFB"] * 3),
         "as in the naive pipeline, and only one rank computes at a time: let rank 0 begi",
     ),
-    (by_letters(*["FFFBFBFBBB"] * 3), "every rank begins with 3 forwards here, but ranks 1 and 2 can have a backward"),
-    (by_letters("FFBFBFBFBB", "FBFBFBFBFB", "FBFBFBFBFB"), "begins with one forward too few, and waits while the next"),
-    (by_letters("FFFFBFBBBB", "FFFBFBFBBB", "FFBFBFBFBB"), "begins with one forward too many, which costs memory and"),
-    (by_letters("FBFBFBFBFB", "FFBFBFBFBB", "FFFBFBFBBB"), "first ranks begin with few forwards and the last ones w"),
-    (by_letters("FFFBFBFBBB", "FFBFBFBFBB", "FFBFBFBFBB"), "rank 2, which has the last stage, has its first backward"),
+    (by_kinds(*["FFFBFBFBBB"] * 3), "every rank begins with 3 forwards here, but ranks 1 and 2 can have a backward"),
+    (by_kinds("FFBFBFBFBB", "FBFBFBFBFB", "FBFBFBFBFB"), "begins with one forward too few, and waits while the next"),
+    (by_kinds("FFFFBFBBBB", "FFFBFBFBBB", "FFBFBFBFBB"), "begins with one forward too many, which costs memory and"),
+    (by_kinds("FBFBFBFBFB", "FFBFBFBFBB", "FFFBFBFBBB"), "first ranks begin with few forwards and the last ones w"),
+    (by_kinds("FFFBFBFBBB", "FFBFBFBFBB", "FFBFBFBFBB"), "rank 2, which has the last stage, has its first backward"),
     (
         with_row(0, "0F0 0F1 0B0 0F2 0F3 0B1 0F4 0B2 0B3 0B4"),
         "look at row 0, where 0B0 comes too early: rank 0 begins with 3 for",
@@ -121,11 +121,11 @@ WRONG_TABLES = [
     (with_row(1, ROW1 + " 1B4"), "row 1 has 1B4 twice"),
     (with_row(2, ROW2.replace("2F3", "2F2")), "row 2 has 2F2 twice"),
     (with_row(2, ROW2 + " 2F5 2B5"), "row 2 has 2F5: the micro-batches are 0 to 4"),
-    (by_letters(*["FFFF"] * 3), "there are 5 micro-batches, 0 to 4, and this table is for 4 micro-batches"),
-    (by_letters(*["FFFFFF"] * 3, order=range(6)), "and this table is for 6 micro-batches"),
+    (by_kinds(*["FFFF"] * 3), "there are 5 micro-batches, 0 to 4, and this table is for 4 micro-batches"),
+    (by_kinds(*["FFFFFF"] * 3, order=range(6)), "and this table is for 6 micro-batches"),
     ([["0F0", "0B0"], ["1F0", "1B0"], ["2F0", "2B0"]], "and this table is for 1 micro-batch."),
-    (by_letters(*["FFFFF"] * 3), "there are only forwards: each of them needs its backward, such as 0B0"),
-    # numbers and letters
+    (by_kinds(*["FFFFF"] * 3), "there are only forwards: each of them needs its backward, such as 0B0"),
+    # numbers and actions
     (
         renamed(lambda cell: f"{cell[0]}{cell[1]}{int(cell[2]) + 1}"),
         "micro-batches are counted from 1 here: they are 0 t",
@@ -136,7 +136,7 @@ WRONG_TABLES = [
     ),
     (
         renamed(lambda cell: cell[::-1]),
-        "stage and micro-batch have changed places: the number before the letter is the",
+        "stage and micro-batch have changed places: the number before F or B is the st",
     ),
     (ROWS[::-1], "the rows are upside down: row 0 is rank 0"),
     ([ROWS[0], ROWS[2], ROWS[1]], "row 1 has 2F0, of stage 2: stage 1 is on rank 1, and it has no other"),
@@ -172,15 +172,15 @@ def test_no_other_order_passes():
     """Any forwards and backwards of a rank in their orders: only 1F1B is as fast with as little memory."""
     dice, sentences = random.Random(0), set()
     for _ in range(600):
-        letters = []
+        kinds = []
         for rank in range(3):
             ahead = [0]
             while len(ahead) <= 10:
                 ready = [move for move in (1, -1) if 0 <= ahead[-1] + move <= min(4 - rank, 10 - len(ahead))]
                 ahead.append(ahead[-1] + dice.choice(ready))
-            letters.append("".join("F" if after > before else "B" for before, after in pairwise(ahead)))
-        answer = check_1f1b(by_letters(*letters))
-        assert answer.startswith("well done") == (letters == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"])
+            kinds.append("".join("F" if after > before else "B" for before, after in pairwise(ahead)))
+        answer = check_1f1b(by_kinds(*kinds))
+        assert answer.startswith("well done") == (kinds == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"])
         assert is_one_sentence(answer)
         sentences.add(re.sub(r"\d", "", answer)[:40])
     assert len(sentences) > 3

@@ -90,7 +90,7 @@ def _cells(row: Any) -> list[str] | None:
 
 
 def _wrong_cell(rows: Rows) -> str | None:
-    """Return what is wrong with the numbers or the letters, before anybody asks for the order."""
+    """Return what is wrong with single cells, before anybody asks for the order."""
     everything = [action for row in rows for action in row]
     if not everything:
         return f"the table is empty: rank 0 begins with {_EXAMPLE}"
@@ -109,7 +109,7 @@ def _wrong_numbers(rows: Rows, everything: Sequence[Action]) -> str | None:
     if misplaced and all(action.microbatch == rank for rank, row in enumerate(rows) for action in row):
         rank, action = misplaced[0]
         return (
-            f"stage and micro-batch have changed places: the number before the letter is the stage, so row {rank} has "
+            f"stage and micro-batch have changed places: the number before F or B is the stage, so row {rank} has "
             f"{action.microbatch}{action.kind}{action.stage} and not {action}"
         )
     if misplaced and all(action.stage == STAGES - 1 - rank for rank, row in enumerate(rows) for action in row):
@@ -187,7 +187,7 @@ def _why(rank: int, place: int) -> str:
 
 
 def _kinds(rows: Sequence[Sequence[Action]]) -> list[str]:
-    """Return for each rank the letters of its row: `FFFBFBFBBB`."""
+    """Return for each rank what its actions do: `FFFBFBFBBB`."""
     return ["".join(action.kind for action in row) for row in rows]
 
 
@@ -204,7 +204,7 @@ def _alternating(ahead: int) -> str:
 
 
 def _mistake(kinds: list[str]) -> str | None:
-    """Return the sentence for a table of letters that comes from one misunderstanding."""
+    """Return the sentence for rows that come from one misunderstanding."""
     torch_prints = [_alternating(STAGES - rank) for rank in range(STAGES - 1)] + [_alternating(2)]
     last = STAGES - 1
     ahead = ", ".join(f"rank {rank} with {STAGES - rank}" for rank in range(STAGES))

@@ -46,6 +46,8 @@ class Stage:
         self.number, self.module, self.recompute = number, module, recompute
         self.activations: dict[int, Activation] = {}  # by micro-batch
         self.amp = False
+        # a module that communicates must not keep the lock from the ranks that it waits for, and draws no numbers there
+        self._drawing = nullcontext() if getattr(module, "communicates", False) else _random
 
     def run(self, inputs: Tensors) -> Any:
         """Compute the outputs without keeping anything for a backward."""
@@ -61,7 +63,7 @@ class Stage:
             outputs = self._compute(activation)
             activation.edges = _edges(outputs)
             return outputs
-        with torch.no_grad(), _random:
+        with torch.no_grad(), self._drawing:
             activation.random = _random_state(inputs)
             return self._compute(activation)
 
@@ -97,7 +99,7 @@ class Stage:
         """Return the graph of a micro-batch, after running the forward again if it was not kept."""
         activation = self.activations[microbatch]
         if activation.random is not None:
-            with _random, _replaying(activation.random, activation.inputs), self._frozen_buffers():
+            with self._drawing, _replaying(activation.random, activation.inputs), self._frozen_buffers():
                 activation.edges = _edges(self._compute(activation))
         pairs = [(edge, grad) for edge, grad in zip(activation.edges, gradients, strict=True) if edge is not None]
         return activation, [edge for edge, _ in pairs], [grad for _, grad in pairs]

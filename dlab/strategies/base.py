@@ -137,6 +137,13 @@ class Strategy:
     def restore(self, states: list[dict[str, Any]]) -> None:
         """Restore this rank from the saved states of all ranks, which may have been more or fewer than now."""
 
+    def held_by(self, state: dict[str, Any]) -> bool:
+        """Whether this rank has the part of the model that the rank had which saved this state, its own.
+
+        Then it continues with that rank's random numbers and buffers, too, if there are as many ranks as before.
+        """
+        return True
+
     # when a rank or a server has died
 
     @property

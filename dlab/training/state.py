@@ -6,7 +6,7 @@ state, so a checkpoint can be resumed on a different number of ranks. Taught in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,11 +99,17 @@ def resume(trainer: Trainer, saved: Checkpoint) -> None:
     strategy.restore([state["strategy"] for state in states])
     if common["optimizer"] is not None:  # the same on all ranks
         trainer.optimizer.load_state_dict(common["optimizer"])
-    if saved.ranks == trainer.transport.size and trainer.sampler.ranks == group.size:  # each rank in its old place
+    if saved.ranks == trainer.transport.size and trainer.sampler.ranks == group.size:
         own = states[trainer.transport.rank]
-        torch.set_rng_state(own["random"])
-        for name, buffer in trainer.model.named_buffers():
-            if name in own["buffers"]:  # if not, it was cut in another way, and the state of the whole model has it
-                buffer.copy_(own["buffers"][name])
+        if strategy.held_by(own["strategy"]):  # in its old place
+            _continue(trainer, own)
     if trainer.sampler.ranks != group.size:
         trainer.sampler.resplit(trainer.epoch, trainer.step, group.size)
+
+
+def _continue(trainer: Trainer, own: dict[str, Any]) -> None:
+    """Take up the random numbers and the buffers that this rank had itself."""
+    torch.set_rng_state(own["random"])
+    for name, buffer in trainer.model.named_buffers():
+        if name in own["buffers"]:  # if not, it was cut in another way, and the state of the whole model has it
+            buffer.copy_(own["buffers"][name])

@@ -18,6 +18,8 @@ from dlab.transports import Transport
 class CutStage(nn.Module):
     """A stage whose weights are cut over a line of ranks, and that is called as before: whole in, whole out."""
 
+    communicates = True  # as `Stage` must know
+
     def __init__(self, stage: nn.Module, line: Transport, plan: HybridPlan) -> None:
         super().__init__()
         self.stage = stage

@@ -70,7 +70,6 @@ class Hybrid(Strategy):
         self.schedule, self.microbatches, self.zero, self.virtual = schedule, microbatches, zero, virtual
         self.recompute, self.layouts, self.split = recompute, layouts, split
         self.bucket_mb, self.overlap = bucket_mb, overlap
-        self._grid = grid_of(self.axes)
         stages = self.axes.get("pp", 1)
         count = microbatches if microbatches is not None else 8 if stages > 1 else 1
         self._schedule = plan_schedule(schedule, stages, count, virtual)
@@ -95,12 +94,13 @@ class Hybrid(Strategy):
                 f"{product} needs {prod(self.axes.values())} workers, but there are {transport.size}: the product of "
                 "the axes must be their number"
             )
-        self._mesh = Mesh(self._grid.shape, self._grid.names, transport)
+        grid = grid_of(self.axes)
+        self._mesh = Mesh(grid.shape, grid.names, transport)
         return self._mesh["dp"]
 
     def plan(self, model: nn.Module) -> HybridPlan:
         """Return which part of a model each rank is to hold."""
-        return HybridPlan(model, self._grid, self._schedule, self.layouts, self.split)
+        return HybridPlan(model, grid_of(self.axes), self._schedule, self.layouts, self.split)
 
     def build(self, make_model: Callable[[], nn.Module], transport: Transport) -> nn.Module:
         """Make the network, and keep this rank's slices of its stages, under the names that they have in the network."""
