@@ -46,6 +46,7 @@ _HOME = {
     "AllReduceSGD": "strategies",
     "AsyncSGD": "strategies",
     "DDP": "strategies",
+    "Hybrid": "strategies",
     "ModelAveraging": "strategies",
     "ParameterServer": "strategies",
     "PipelineSGD": "strategies",
@@ -53,6 +54,7 @@ _HOME = {
     "TensorParallel": "strategies",
     "VirtualClock": "strategies",
     "ZeRO": "strategies",
+    "hybrid_table": "strategies",
     "Training": "training",
     "evaluate": "training",
     "train": "training",
@@ -141,6 +143,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         DDP,
         AllReduceSGD,
         AsyncSGD,
+        Hybrid,
         ModelAveraging,
         ParameterServer,
         PipelineSGD,
@@ -148,6 +151,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
         TensorParallel,
         VirtualClock,
         ZeRO,
+        hybrid_table,
     )
     from dlab.training import Training, evaluate, train
     from dlab.transports import Deadlock

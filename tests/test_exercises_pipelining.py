@@ -156,6 +156,7 @@ WRONG_TABLES = [
     ({1: ROW0, 2: ROW1, 3: ROW2}, "the rows are those of ranks 1, 2, 3: number them from 0 to 2"),
     (None, "None is not a table: give a list with a row for each rank"),
     (7, "7 is not a table"),
+    (np.array(7), "array(7) is not a table"),
     ([ROW0, 5, ROW2], "row 1 is not a list of actions: write it as"),
     (dlab.schedule("1f1b", 3, 5), "this is dlab's own 1f1b, which is the answer: write the rows yourself"),
 ]
@@ -443,6 +444,7 @@ def test_the_smallest_number_with_a_bubble_below_a_tenth():
         (70.5, "70.5 is not a number of micro-batches: give a whole number"),
         ("71", "'71' is not a number of micro-batches"),
         (True, "True is not a number of micro-batches"),
+        (10**400, "is not a number of micro-batches"),
         (float("inf"), "inf is not a number of micro-batches"),
         (None, "None is not a number of micro-batches"),
     ],

@@ -223,4 +223,4 @@ def test_bad_arguments_are_refused_before_a_worker_is_asked():
         dlab.TensorParallel(2, layouts={"0.weight": None})
     with pytest.raises(ValueError, match="cannot restart without a rank that died"):
         dlab.train(small, images(), dlab.TensorParallel(2), elastic=True)
-    assert repr(dlab.TensorParallel(4)) == "TensorParallel(bucket_mb=1.0, overlap=True, ranks=4, layouts=None)"
+    assert repr(dlab.TensorParallel(4)) == "TensorParallel(ranks=4, layouts=None, bucket_mb=1.0, overlap=True)"

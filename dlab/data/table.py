@@ -56,6 +56,15 @@ class Table(ABC):
             lines.insert(1 + len(first), self.between(hidden))
         return "\n".join(lines)
 
+    def markdown(self) -> str:
+        """Return the table as Markdown; a long one is shortened as in a terminal."""
+        first, hidden, last = self._folded()
+        lines: list[Sequence[object]] = [self.heading(), *map(self.cells, [*first, *last])]
+        if hidden:
+            lines.insert(1 + len(first), [self.between(hidden), *[""] * (len(self.heading()) - 1)])
+        texts = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([texts[0], "|" + "---|" * len(self.heading()), *texts[1:]])
+
     def _repr_html_(self) -> str:
         first, hidden, last = self._folded()
         heading = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in self.heading())

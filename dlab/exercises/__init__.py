@@ -4,6 +4,8 @@ from dlab.exercises.averaging import check_one_message
 from dlab.exercises.bubbles import check_bubbles, check_microbatches
 from dlab.exercises.deadlocks import check_deadlock
 from dlab.exercises.gathering import check_sent_bytes
+from dlab.exercises.holdings import check_holdings
+from dlab.exercises.hybrids import check_mesh, check_order
 from dlab.exercises.partitioning import check_equal_shards
 from dlab.exercises.pipelining import check_1f1b
 from dlab.exercises.quantising import check_quantiser
@@ -24,8 +26,11 @@ __all__ = [
     "check_deadlock",
     "check_equal_shards",
     "check_held_bytes",
+    "check_holdings",
+    "check_mesh",
     "check_microbatches",
     "check_one_message",
+    "check_order",
     "check_quantiser",
     "check_ring",
     "check_row_parallel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlab.exercises.sandbox import count, join, name_ranks
@@ -57,15 +57,17 @@ def read_table(table: Any, ranks: int) -> Rows | str:
         if set(table) != set(range(len(table))):
             return f"the rows are those of ranks {', '.join(map(str, table))}: number them from 0 to {ranks - 1}"
         table = [table[rank] for rank in range(len(table))]
-    if not isinstance(table, Iterable):
+    rows = _listed(table)
+    if rows is None:
         return f"{table!r} is not a table: give a list with a row for each rank, such as {_EXAMPLE}"
-    listed = [_cells(row) for row in table]
+    listed = [_cells(row) for row in rows]
     if all(row is not None and len(row) == 1 for row in listed) and len(listed) > ranks:
         return f"this is one long list: give a list with a row for each rank, such as [{_EXAMPLE}, …]"
     if len(listed) != ranks:
         more = ": rows are ranks, not micro-batches" if len(listed) == MICROBATCHES else ""
-        rows = f"the table has {ranks} rows, but here {'is 1' if len(listed) == 1 else f'are {len(listed)}'}"
-        return f"there are {ranks} stages, each on a rank of its own, so {rows}{more}"
+        found = "is 1" if len(listed) == 1 else f"are {len(listed)}"
+        told = f"the table has {ranks} rows, but here {found}{more}"
+        return f"there are {ranks} stages, each on a rank of its own, so {told}"
     read: Rows = []
     for rank, row in enumerate(listed):
         if row is None:
@@ -81,9 +83,16 @@ def _cells(row: Any) -> list[str] | None:
     """Return the cells of a row that are not blank."""
     if isinstance(row, str):
         row = re.split(r"[\s,;|]+", re.sub(r"^\s*rank \d+:?", "", row))
-    if not isinstance(row, Iterable) or isinstance(row, Mapping):
+    cells = None if isinstance(row, Mapping) else _listed(row)
+    return None if cells is None else [str(cell).strip() for cell in cells if str(cell).strip() not in _BLANK]
+
+
+def _listed(thing: Any) -> list[Any] | None:
+    """Return the items of a list, an array or an iterator, or None if it has none."""
+    try:
+        return list(thing)
+    except TypeError:
         return None
-    return [str(cell).strip() for cell in row if str(cell).strip() not in _BLANK]
 
 
 # --------------------------------------------------------------------------------------- single cells
@@ -151,9 +160,8 @@ def _wrong_order(made: Schedule) -> str | None:
     """Explain a table that runs, but is another schedule."""
     right = schedule("1f1b", STAGES, MICROBATCHES)
     kinds, wanted = _kinds(made.rows), _kinds(right.rows)
-    alike = made.makespan() == right.makespan() and made.peak_activations == right.peak_activations
-    if kinds == wanted and alike:
-        return None
+    if made.makespan() == right.makespan() and made.peak_activations == right.peak_activations:
+        return None  # only 1F1B is as fast with as little memory
     if name := _mistake(kinds):
         return name
     first = next((rank for rank in range(STAGES) if kinds[rank] != wanted[rank]), None)
@@ -170,11 +178,11 @@ def _wrong_order(made: Schedule) -> str | None:
 def _costs(made: Schedule, right: Schedule) -> str:
     told = []
     if made.makespan() > right.makespan():
-        told.append(f"takes {made.makespan():g} units of time, and 1F1B takes {right.makespan():g}")
+        told.append(f"it takes {made.makespan():g} units of time, and 1F1B takes {right.makespan():g}")
     pairs = enumerate(zip(made.peak_activations, right.peak_activations, strict=True))
     if more := next(((rank, here, least) for rank, (here, least) in pairs if here > least), None):
         told.append("rank {} keeps the activations of {} micro-batches, and with 1F1B of {}".format(*more))
-    return f"it runs, but it {', and '.join(told)}" if made.makespan() > right.makespan() else f"it runs, but {told[0]}"
+    return f"it runs, but {', and '.join(told)}"
 
 
 def _why(rank: int, place: int) -> str:

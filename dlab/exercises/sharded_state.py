@@ -129,8 +129,9 @@ def _wrong_held(stage: int, found: float) -> str | None:
     for told, wrong in _wrong_cuts(stage).items():
         if _close(found, wrong.gigabytes):
             return told
-    if fitting := [told for told, change in (_BYTES | _SHARES).items() if _close(found, change(right).gigabytes)]:
-        return "; or ".join(fitting[:2])  # one number may come from two mistakes
+    for changes in (_BYTES, _SHARES):
+        if fitting := [told for told, change in changes.items() if _close(found, change(right).gigabytes)]:
+            return "; or ".join(fitting[:2])  # one number may come from two mistakes
     for told, factor in _UNITS.items():
         if _close(found, right.gigabytes * factor):
             return told

@@ -88,13 +88,15 @@ class _ShardedTrial:
             error = made.failed[min(made.failed)]
             if isinstance(error, _Elsewhere):
                 return str(error)
-            return f"{name_ranks(sorted(made.failed))} ended in {describe_error(error)}{self._hint()}"
+            return f"{name_ranks(sorted(made.failed))} ended in {describe_error(error)}{self._hint(error)}"
         if made.rehearsal is None:
             return describe_unreturned(name_ranks(made.stuck or list(range(self.ranks))), bool(made.stuck), LIMIT)
         found: list[list[_Stepped]] = [list(by_rank) for by_rank in zip(*made.rehearsal, strict=True)]  # by step
         return self._wrong_numbers(found) or self._wrong_traffic(found) or self._wrong_state(found)
 
-    def _hint(self) -> str:
+    def _hint(self, error: Exception) -> str:
+        if "'tuple' object does not support item assignment" in str(error):
+            return ": give the part a name, part = parts[transport.rank], then part -= …"
         if self.length % self.ranks == 0:
             return ""
         sizes = [str(len(part)) for part in self.start.tensor_split(self.ranks)]

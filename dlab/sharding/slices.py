@@ -48,15 +48,6 @@ class SliceTable(Table):
     def between(self, hidden: Sequence[SliceRow]) -> str:
         return f"… ranks {hidden[0].rank} to {hidden[-1].rank}: {len(hidden)} more"
 
-    def markdown(self) -> str:
-        """Return the table as Markdown; a long one is shortened as in a terminal."""
-        first, hidden, last = self._folded()
-        lines: list[Sequence[object]] = [self.heading(), *map(self.cells, [*first, *last])]
-        if hidden:
-            lines.insert(1 + len(first), [self.between(hidden), *[""] * len(self.names)])
-        texts = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-        return "\n".join([texts[0], "|" + "---|" * len(self.heading()), *texts[1:]])
-
     def _html_row(self, row: SliceRow) -> str:
         place, *texts = self.cells(row)
         cells = [f"<td style='text-align:left' title='rank {row.rank}'>{escape(str(place))}</td>"]

@@ -5,6 +5,7 @@ from dlab.strategies.averaging import ModelAveraging, nesterov
 from dlab.strategies.base import Strategy
 from dlab.strategies.ddp import DDP
 from dlab.strategies.flat import AllReduceSGD
+from dlab.strategies.hybrid import Hybrid, HybridTable, hybrid_table
 from dlab.strategies.pipeline import PipelineSGD
 from dlab.strategies.server import ParameterServer
 from dlab.strategies.sync import SyncSGD
@@ -15,6 +16,8 @@ __all__ = [
     "DDP",
     "AllReduceSGD",
     "AsyncSGD",
+    "Hybrid",
+    "HybridTable",
     "MemoryTable",
     "ModelAveraging",
     "ParameterServer",
@@ -24,5 +27,6 @@ __all__ = [
     "TensorParallel",
     "VirtualClock",
     "ZeRO",
+    "hybrid_table",
     "nesterov",
 ]

@@ -161,7 +161,7 @@ class Strategy:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in vars(self).items() if name in _arguments(type(self))}
+        given = {name: vars(self)[name] for name in _arguments(type(self)) if name in vars(self)}
         shown = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in given.items())
         return f"{type(self).__name__}({shown})"
 

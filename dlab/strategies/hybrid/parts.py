@@ -18,8 +18,6 @@ from dlab.mesh import Mesh
 from dlab.sharding.communication import World, redistribute
 from dlab.strategies.hybrid.plan import HybridPlan, Slices
 
-Bounds = list[list[int]]  # first and last index of a slice, in each dimension
-
 
 class OptimizedPart(NamedTuple):
     """What an optimizer updates as one tensor: a span of this rank's slice of a parameter, laid flat, or all of it."""
@@ -30,7 +28,7 @@ class OptimizedPart(NamedTuple):
 
 
 class ModelParts:
-    """This rank's parts of a model: a model with the parameters and buffers of its own stages only, each cut along tp."""
+    """What this rank holds of a model: the parameters and buffers of its own stages, each cut along tp."""
 
     def __init__(self, plan: HybridPlan, mesh: Mesh, model: nn.Module) -> None:
         self.entries, self._mesh = plan.entries, mesh

@@ -5,7 +5,8 @@ Every rank makes the same plan, and a table shows it where no rank is. Taught in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,15 @@ class StateEntry(NamedTuple):
     holders: tuple[int, ...]  # coordinates along pp; a tied weight may have several
 
 
+class PlannedLayer(NamedTuple):
+    """A module with parameters of its own, in the order in which stages list them."""
+
+    name: str
+    kind: str
+    stage: int
+    parameters: tuple[str, ...]  # by their names in the whole model
+
+
 class HybridPlan:
     """What each rank of a grid is to hold of a model; nothing is cut yet, and no rank need be there."""
 
@@ -51,6 +61,7 @@ class HybridPlan:
         self.layouts = self._find_layouts(model, layouts)
         self._leaving = {id(each) for name, each in model.named_modules() if name in self.layouts}
         self.entries = self._find_entries(model)
+        self.layers = list(self._find_layers(model))
 
     def _find_layouts(self, model: nn.Module, make: MakeLayouts | None) -> dict[str, Placed]:
         """Return the layouts of parameters, and of modules for their results, by name; refuse what cannot be cut."""
@@ -80,6 +91,15 @@ class HybridPlan:
             found[name] = StateEntry(tuple(each.shape), each.dtype, placed, tuple(holders[id(each)]))
         return found
 
+    def _find_layers(self, model: nn.Module) -> Iterator[PlannedLayer]:
+        modules = {id(each): name for name, each in model.named_modules()}
+        for number, stage in enumerate(self.stages):
+            for each in stage.modules():
+                own = tuple(self.names[id(parameter)] for parameter in each.parameters(recurse=False))
+                if own:
+                    name = modules.get(id(each)) or own[0].rpartition(".")[0] or own[0]
+                    yield PlannedLayer(name, type(each).__name__, number, own)
+
     def is_cut(self, stage: nn.Module) -> bool:
         """Return whether a stage has a parameter that is cut along tp, or leaves a result in a layout."""
         cut = {name for name, placed in self.layouts.items() if placed.used} if self.lengths["tp"] > 1 else set()
@@ -95,6 +115,16 @@ class HybridPlan:
         at, names = self.grid.coordinates_of(rank), set(self.names.values())
         mine = {name: each for name, each in self.entries.items() if name in names and at["pp"] in each.holders}
         return {name: each.placed.slices_of(at["tp"], each.shape) for name, each in mine.items()}
+
+
+def block_of(name: str) -> str:
+    """Return the block of the network that a layer belongs to: of a numbered one its name up to the number.
+
+    >>> block_of("blocks.0.attention.query"), block_of("head")
+    ('blocks.0', 'head')
+    """
+    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", name)
+    return found[0] if found else name
 
 
 def plan_schedule(

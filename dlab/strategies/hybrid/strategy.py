@@ -63,10 +63,8 @@ class Hybrid(Strategy):
             raise ValueError(f"zero={zero!r}: use 1, to shard the optimizer's state along dp, or 0")
         if type(virtual) is not int or virtual < 1:
             raise ValueError(f"virtual={virtual!r}: give the number of stages on each rank, 1 or more")
-        for name, given in (("layouts", layouts), ("split", split)):
-            if given is not None and not callable(given):
-                example = "layouts(model, layout), as dlab.megatron_layouts" if name == "layouts" else "split(model, n)"
-                raise TypeError(f"{name}={given!r}: give a function {example}")
+        _check_function("layouts", layouts, "layouts(model, layout), as dlab.megatron_layouts is")
+        _check_function("split", split, "split(model, n), as dlab.split is")
         self.schedule, self.microbatches, self.zero, self.virtual = schedule, microbatches, zero, virtual
         self.recompute, self.layouts, self.split = recompute, layouts, split
         self.bucket_mb, self.overlap = bucket_mb, overlap
@@ -103,7 +101,7 @@ class Hybrid(Strategy):
         return HybridPlan(model, grid_of(self.axes), self._schedule, self.layouts, self.split)
 
     def build(self, make_model: Callable[[], nn.Module], transport: Transport) -> nn.Module:
-        """Make the network, and keep this rank's slices of its stages, under the names that they have in the network."""
+        """Make the network, and keep this rank's slices of its stages, by the names that they have in the network."""
         model = make_model()
         plan = self.plan(model)
         self._stages = keep_own_part(plan, self._mesh, model)
@@ -199,3 +197,8 @@ class Hybrid(Strategy):
 
 def _listed(axes: Mapping[str, int]) -> list[list[Any]]:
     return [[name, length] for name, length in axes.items() if length > 1]
+
+
+def _check_function(name: str, given: Any, example: str) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{name}={given!r}: give a function {example}")
