@@ -387,7 +387,7 @@ def test_actions_and_the_schedule_are_told():
     def work(transport):
         pipe = Pipeline(copy.deepcopy(stages), "1f1b", 4, transport=transport)
         pipe.record(lambda kind, data: told[transport.rank].append(Event(0.0, transport.rank, kind, data)), every=2)
-        for _ in range(3):
+        for _ in range(4):
             pipe.step(*batch)
 
     dlab.rehearse(work, ranks=2)
@@ -397,9 +397,9 @@ def test_actions_and_the_schedule_are_told():
         assert plan.kind == "schedule"
         assert plan.data["actions"] == list(row)
         assert plan.data["starts"][:2] == ([0.0, 1.0] if rank == 0 else [1.0, 2.0])
-        assert [event.kind for event in actions] == ["action"] * 16
-        assert [event.data["action"] for event in actions] == [*row, *row]
-        assert {event.data["step"] for event in actions} == {0, 2}
+        assert [event.kind for event in actions] == ["action"] * 24
+        assert [event.data["action"] for event in actions] == [*row, *row, *row]
+        assert {event.data["step"] for event in actions} == {0, 1, 2}
         assert all(event.data["start"] <= event.data["end"] for event in actions)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from dlab.kinds import ACTION, SCHEDULE, ActionData, ScheduleData
+from dlab.kinds import ACTION, SCHEDULE, ActionData
 from dlab.pipeline.actions import Action
 from dlab.pipeline.schedules import Schedule
 from dlab.transports import Emit
@@ -24,10 +24,13 @@ class ActionRecorder:
         self._times: list[tuple[Action, float, float]] = []
 
     def begin(self, step: int) -> ActionRecorder | None:
-        """Return the recorder if this step is recorded, and None if not."""
+        """Return the recorder if this step is recorded, and None if not.
+
+        The second step always is: in the first one ranks also tell each other the shapes of what they send.
+        """
         self._step = step
         self._times.clear()
-        return None if step % self._every else self
+        return self if step % self._every == 0 or step == 1 else None
 
     def add(self, action: Action, start: float) -> None:
         """Note that an action has just ended."""
@@ -37,14 +40,7 @@ class ActionRecorder:
         """Emit the actions of the step; before the first of them, the schedule."""
         if not self._told:
             self._told = True
-            slots = [slot for slot in self._schedule.slots() if slot.rank == self._rank]
-            plan: ScheduleData = {
-                "name": self._schedule.name,
-                "actions": [str(slot.action) for slot in slots],
-                "starts": [float(slot.start) for slot in slots],
-                "ends": [float(slot.end) for slot in slots],
-            }
-            self._emit(SCHEDULE, plan)
+            self._emit(SCHEDULE, self._schedule.planned(self._rank))
         for action, start, end in self._times:
             done: ActionData = {
                 "action": str(action),

@@ -99,8 +99,8 @@ class Pipeline(nn.Module):
     def record(self, emit: Emit, every: int = 1) -> None:
         """Let `emit(kind, data)` get an event for the schedule, and one for each action of every `every`-th step.
 
-        A transport that records messages then does so in these steps only. In a worker, every tenth step is recorded
-        anyway. An event costs this rank about 20 us, and the notebook's process more.
+        A transport that records messages then does so in these steps only. The second step is recorded, too, and in
+        a worker every tenth anyway. An event costs this rank about 20 us, and the notebook's process more.
         """
         self._recorder = ActionRecorder(self.schedule, self.transport.rank, emit, every)
 

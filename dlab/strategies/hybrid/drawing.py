@@ -29,7 +29,7 @@ class CutRow(NamedTuple):
     cut: bool  # along tp
 
 
-class Cell(NamedTuple):
+class CutCell(NamedTuple):
     """A part of a row: who holds it, and their colours; several where all of them hold the whole."""
 
     text: str
@@ -41,7 +41,7 @@ class CutPanel(NamedTuple):
 
     title: str
     note: str
-    cells: list[list[Cell]]
+    cells: list[list[CutCell]]
     between: bool  # whether it is cut between layers
 
 
@@ -90,34 +90,34 @@ class CutPicture:
             CutPanel("both, with ranks", self._copies(), self._cells(self._both), True),
         ]
 
-    def _cells(self, of: Callable[[CutRow], list[Cell]]) -> list[list[Cell]]:
-        return [[Cell("⋮", ())] if row is None else of(row) for row in self.rows]
+    def _cells(self, of: Callable[[CutRow], list[CutCell]]) -> list[list[CutCell]]:
+        return [[CutCell("⋮", ())] if row is None else of(row) for row in self.rows]
 
     def _copies(self) -> str:
         copies = self._plan.lengths["dp"]
         return f"dp {copies}: each part on {copies} ranks" if copies > 1 else "each part on one rank"
 
-    def _inside(self, row: CutRow) -> list[Cell]:
+    def _inside(self, row: CutRow) -> list[CutCell]:
         count = self._plan.lengths["tp"]
         colours = [colour_of((place,), (count,)) for place in range(count)]
         if not row.cut:
-            return [Cell("whole on all", tuple(colours))]
-        return [Cell(f"tp {place}", (colour,)) for place, colour in enumerate(colours)]
+            return [CutCell("whole on all", tuple(colours))]
+        return [CutCell(f"tp {place}", (colour,)) for place, colour in enumerate(colours)]
 
-    def _between(self, row: CutRow) -> list[Cell]:
+    def _between(self, row: CutRow) -> list[CutCell]:
         schedule = self._plan.schedule
         place = schedule.rank_of(row.stage)
         stage = f", stage {row.stage}" if schedule.stages > schedule.ranks else ""
-        return [Cell(f"pp {place}{stage}", (colour_of((place,), (schedule.ranks,)),))]
+        return [CutCell(f"pp {place}{stage}", (colour_of((place,), (schedule.ranks,)),))]
 
-    def _both(self, row: CutRow) -> list[Cell]:
+    def _both(self, row: CutRow) -> list[CutCell]:
         stages, slices = self._plan.lengths["pp"], self._plan.lengths["tp"]
         at = self._plan.schedule.rank_of(row.stage)
         colours = [colour_of((at, place), (stages, slices)) for place in range(slices)]
         every = [self.ranks_of(row.stage, place) for place in range(slices)]
         if not row.cut:
-            return [Cell(_ranks(sorted(rank for ranks in every for rank in ranks), 14 * slices), tuple(colours))]
-        return [Cell(_ranks(ranks, 14), (colour,)) for ranks, colour in zip(every, colours, strict=True)]
+            return [CutCell(_ranks(sorted(rank for ranks in every for rank in ranks), 14 * slices), tuple(colours))]
+        return [CutCell(_ranks(ranks, 14), (colour,)) for ranks, colour in zip(every, colours, strict=True)]
 
     def ranks_of(self, stage: int, place: int) -> list[int]:
         """Return the ranks that hold the part of a stage at this place along tp: one for each copy along dp."""
@@ -193,7 +193,7 @@ class CutPicture:
         return len(pair) == 2 and all(pair) and len({row.stage for row in pair if row}) == 2
 
 
-def _draw_cell(cell: Cell, x: float, y: float, wide: float) -> list[str]:
+def _draw_cell(cell: CutCell, x: float, y: float, wide: float) -> list[str]:
     """Draw a box of one colour, or, for what several ranks hold whole, a pale one with a stripe of each colour."""
     found = []
     if len(cell.colours) == 1:
