@@ -14,7 +14,7 @@ def test_bars_and_bytes_follow_the_sliders(chromium):
         output = notebook.output(cell)
         bars = output.get_by_role("img")
         expect(output).to_contain_text("stage 1: 31.4 GB per rank: parameters 15, gradients 15, optimizer 1.41")
-        expect(output).to_contain_text("each rank sends 29.5 GB in a step")
+        expect(output).to_contain_text("fits into 80 GB, and sends 29.5 GB per rank and step")
         widths = bars.locator("span span").evaluate_all("all => all.map((each) => each.getBoundingClientRect().width)")
         assert len(widths) == 12
         whole = sum(widths[:3])
@@ -24,10 +24,9 @@ def test_bars_and_bytes_follow_the_sliders(chromium):
 
         notebook.drag(output, "stage", 1.0)
         expect(output).to_contain_text("stage 3: 1.88 GB per rank")
-        expect(output).to_contain_text("each rank sends 44.3 GB in a step")
+        expect(output).to_contain_text("sends 44.3 GB per rank and step")
         notebook.drag(output, "ranks", 0.0)
         expect(output).to_contain_text("billions: 7.5, ranks: 1, stage: 3, optimizer bytes: 12")
-        expect(output).to_contain_text("that does not fit into a GPU of 80 GB")
-        expect(output).to_contain_text("each rank sends 0 GB in a step")
+        expect(output).to_contain_text("does not fit into 80 GB, and sends 0 GB per rank and step")
         notebook.drag(output, "optimizer bytes", 1.0)
         expect(output).to_contain_text("stage 3: 30 GB per rank: parameters 15, gradients 15, optimizer 0")

@@ -67,6 +67,7 @@ def _read(holdings: Any) -> dict[int, tuple[Indices, ...]] | str:
         entry = given[rank]
         if isinstance(entry, Mapping) and set(entry) == set(COUNTS):
             entry = [entry[name] for name in COUNTS]
+        entry = entry.tolist() if hasattr(entry, "tolist") else entry
         if isinstance(entry, str | bytes) or not isinstance(entry, Sequence) or len(entry) != len(COUNTS):
             return f"rank {rank} has {shorten(entry)}: give three things, its layers, outputs and samples: {_EXAMPLE}"
         parts = []

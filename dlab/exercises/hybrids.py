@@ -71,7 +71,7 @@ def check_mesh(axes: Any, megabytes: Any) -> str:
     if isinstance(megabytes, bool) or not isinstance(megabytes, Real) or not isfinite(megabytes):
         return f"not yet: the mesh is the right one, but {shorten(megabytes)} is not a number of megabytes: give one."
     if problem := _wrong_sent(float(megabytes)):
-        return f"not yet: the mesh is the right one, but a rank does not send {float(megabytes):,.6g} MB: {problem}."
+        return f"not yet: the mesh is the right one, but a rank does not send {float(megabytes):,.10g} MB: {problem}."
     other = {"dp": 2, "tp": 4}
     return (
         f"well done: with {_write(BEST)} a rank holds {held_megabytes(BEST):.0f} MB and sends {_DP + _PP:.1f}, "
@@ -167,10 +167,15 @@ def _wrong_sent(found: float) -> str:
     for told, value in _OTHERS.items():
         if _close(found, value):
             return told
-    ways = sorted(product(_GRADIENTS, _ACTIVATIONS, _UNITS), key=lambda way: len(way) - way.count(""))
-    for way in ways:
-        if _close(found, (_GRADIENTS[way[0]] + _ACTIVATIONS[way[1]]) * _UNITS[way[2]]):
-            return "; and ".join(filter(None, way))
+    for most, near in ((1, 0.005), (2, 0.0005)):  # two mistakes only where the number is just theirs
+        fitting = [
+            "; and ".join(filter(None, way))
+            for way in product(_GRADIENTS, _ACTIVATIONS, _UNITS)
+            if 0 < len(way) - way.count("") <= most
+            and _close(found, (_GRADIENTS[way[0]] + _ACTIVATIONS[way[1]]) * _UNITS[way[2]], near)
+        ]
+        if fitting:
+            return "; or ".join(fitting[:2])
     return (
         "add up 2(n-1)/n of the gradients of a stage, for the all-reduce along dp, and the activations of 16 samples, "
         "on to the next stage and back to the one before"
@@ -185,8 +190,8 @@ _OTHERS = {
 }
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= _NEAR * abs(other)
+def _close(one: float, other: float, near: float = _NEAR) -> bool:
+    return abs(one - other) <= near * abs(other)
 
 
 # -------------------------------------------------------------------------------- the order on two hosts

@@ -46,7 +46,7 @@ def check_held_bytes(gigabytes: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _BytesEach:
     """Bytes per parameter of the three, and by how much each of them is divided."""
 
     bytes: tuple[float, float, float]  # of parameters, gradients, and the optimizer
@@ -56,22 +56,22 @@ class _Held:
     def gigabytes(self) -> float:
         return sum(each * share for each, share in zip(self.bytes, self.share, strict=True)) * MODEL / GB
 
-    def with_bytes(self, *given: float | None) -> _Held:
+    def with_bytes(self, *given: float | None) -> _BytesEach:
         """Return the same with other bytes per parameter; None leaves them."""
         first, second, third = (own if new is None else new for own, new in zip(self.bytes, given, strict=True))
         return replace(self, bytes=(first, second, third))
 
-    def with_share(self, share: float) -> _Held:
+    def with_share(self, share: float) -> _BytesEach:
         """Return the same with another share for whatever is cut."""
         first, second, third = (1.0 if each == 1 else share for each in self.share)
         return replace(self, share=(first, second, third))
 
 
-def _held(stage: int) -> _Held:
-    return _Held((2, 2, KEPT), tuple(1 / RANKS if stage >= first else 1.0 for first in (3, 2, 1)))  # type: ignore[arg-type]
+def _held(stage: int) -> _BytesEach:
+    return _BytesEach((2, 2, KEPT), tuple(1 / RANKS if stage >= first else 1.0 for first in (3, 2, 1)))  # type: ignore[arg-type]
 
 
-Change = Callable[[_Held], _Held]
+Change = Callable[[_BytesEach], _BytesEach]
 _BYTES: dict[str, Change] = {
     "that is with the 12 bytes of Adam, but momentum and the float32 copy are 4 bytes each, 8 in all": (
         lambda held: held.with_bytes(None, None, 12)
@@ -150,7 +150,7 @@ def _wrong_held(stage: int, found: float) -> str | None:
     )
 
 
-def _wrong_cuts(stage: int) -> dict[str, _Held]:
+def _wrong_cuts(stage: int) -> dict[str, _BytesEach]:
     """Return what a rank would hold if something else were cut, by the sentence for it."""
     right, part = _held(stage), 1 / RANKS
     wrong = {"that is without ZeRO, where nothing is cut": replace(right, share=(1.0, 1.0, 1.0))}

@@ -61,7 +61,7 @@ class _Stepped:
     kept: list[int]  # how many numbers each tensor in the state keeps in memory
 
 
-class _Elsewhere(Exception):
+class _ResizedWeights(Exception):
     """The weights that were given cannot be compared any more. The message says why."""
 
 
@@ -86,7 +86,7 @@ class _ShardedTrial:
             return f"there is a {made.deadlock}: every rank must take part in every exchange, in the same order"
         if made.failed:
             error = made.failed[min(made.failed)]
-            if isinstance(error, _Elsewhere):
+            if isinstance(error, _ResizedWeights):
                 return str(error)
             return f"{name_ranks(sorted(made.failed))} ended in {describe_error(error)}{self._hint(error)}"
         if made.rehearsal is None:
@@ -128,7 +128,7 @@ class _ShardedTrial:
             with torch.no_grad():
                 returned = self.my_step(weights, gradient, state, recorded)
             if weights.shape != self.start.shape:
-                raise _Elsewhere(
+                raise _ResizedWeights(
                     f"the weights have the shape {tuple(weights.shape)} after a step, and had {tuple(self.start.shape)}"
                 )
             yield _Stepped(weights.clone(), returned, list(sent), _kept(state, weights))

@@ -189,4 +189,5 @@ class Stopwatch:
 
 
 def _arguments(kind: type) -> Iterable[str]:
-    return kind.__init__.__code__.co_varnames[1 : kind.__init__.__code__.co_argcount]  # type: ignore[misc]
+    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]  # None of a class without an __init__ of its own
+    return code.co_varnames[1 : code.co_argcount] if code else ()

@@ -96,15 +96,19 @@ class AllReduceSGD(Strategy):
             self._listening = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Copy a new gradient to the flat tensor (an accumulated one is already there), and send complete buckets."""
-        place = self._places[parameter]
-        if parameter.grad is not None and parameter.grad is not place:
-            place.copy_(parameter.grad)
-            parameter.grad = place
+        """Copy a new gradient to the flat tensor, and send complete buckets."""
+        self._put_in_place(parameter)
         if self._listening and self.overlap:
             self._missing[self._bucket_of[id(parameter)]] -= 1
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send()
+
+    def _put_in_place(self, parameter: torch.Tensor) -> None:
+        """Copy a gradient to the flat tensor; one to which others were added is already there."""
+        place = self._places[parameter]
+        if parameter.grad is not None and parameter.grad is not place:
+            place.copy_(parameter.grad)
+            parameter.grad = place
 
     def _send(self) -> None:
         """Send the next bucket: all ranks send them in one order, whatever the order in which they are completed."""
@@ -116,6 +120,8 @@ class AllReduceSGD(Strategy):
 
     def step(self) -> Told:
         """Send the buckets that the backward pass has not sent, finish the reduction, and update the weights."""
+        for parameter in self._parameters:  # those whose gradient was not computed here, such as of a tied weight
+            self._put_in_place(parameter)
         unused = [number for number, parameter in enumerate(self._parameters) if parameter.grad is None]
         if unused:
             self._fill_with_zeros(unused)

@@ -147,13 +147,13 @@ class Group(Transport):
         if transport.rank not in members:
             raise ValueError(f"rank {transport.rank} is not in the group {list(members)}: only members may take part")
         self.axis = axis
+        self.shares_memory = self.shares_memory and transport.shares_memory
         if isinstance(transport, Group):
             members, transport = [transport._members[member] for member in members], transport._transport
         self._members = list(members)
         self._transport = transport.within([transport.members[each] for each in members], axis) if axis else transport
         self.rank, self.size = self._members.index(transport.rank), len(self._members)
         self.processes = transport.processes
-        self.shares_memory = self.shares_memory and transport.shares_memory
 
     @property
     def members(self) -> Sequence[int]:

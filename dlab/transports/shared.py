@@ -152,7 +152,7 @@ def connect(transport: Transport | None = None, timeout: float = 600.0) -> Trans
 
 
 def share_memory(transport: Transport, nbytes: int) -> memoryview | None:
-    """Return memory, all zeros, that rank 0 allocates and all ranks map; None on all ranks if one of them cannot.
+    """Return memory, all zeros, that rank 0 allocates and all ranks map; None if one cannot, or the transport may not.
 
     Every rank must call it. The memory has no name on disk and is freed with the last process that holds it. A machine
     without a memory fence gets None, and prints so. No recorder sees the messages with which the ranks agree on it.

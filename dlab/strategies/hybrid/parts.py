@@ -31,8 +31,7 @@ class ModelParts:
     """What this rank holds of a model: the parameters and buffers of its own stages, each cut along tp."""
 
     def __init__(self, plan: HybridPlan, mesh: Mesh, model: nn.Module) -> None:
-        self.entries, self._mesh = plan.entries, mesh
-        self._here: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+        self.entries, self._mesh, self._model = plan.entries, mesh, model
         self._names = {id(each): name for name, each in model.named_parameters()}
         self._world = World(mesh["tp"].size, mesh["tp"].rank, mesh["tp"])
 
@@ -45,12 +44,13 @@ class ModelParts:
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """Give every rank the whole state: gathered along tp, then broadcast along pp; every rank must call it."""
-        pipeline, device = self._mesh["pp"], next(iter(self._here.values())).device
+        pipeline, here = self._mesh["pp"], self._model.state_dict(keep_vars=True)
+        device = next(iter(here.values())).device
         whole: dict[str, torch.Tensor] = {}
         for name, entry in self.entries.items():
             if pipeline.rank == entry.holders[0]:
                 everywhere = replicated(entry.placed.layout, len(entry.shape))
-                part = self._here[name].detach()
+                part = here[name].detach()
                 gathered = redistribute(part, entry.placed, everywhere, entry.shape, self._world)
                 whole[name] = gathered.clone(memory_format=torch.contiguous_format)
             else:
@@ -67,7 +67,7 @@ class ModelParts:
                 there = tuple(state[name].shape)
                 raise RuntimeError(f"size mismatch for {name}: {there} was saved, and the model here has {entry.shape}")
         with torch.no_grad():
-            for name, each in self._here.items():
+            for name, each in self._model.state_dict(keep_vars=True).items():
                 each.copy_(state[name][self.slices_of(name)])
 
     # the state of an optimizer

@@ -59,7 +59,6 @@ class HybridPlan:
         self.stages = _stages_of(model, schedule, split)
         self.names = {id(each): name for name, each in model.named_parameters()}  # the first of a tied one
         self.layouts = self._find_layouts(model, layouts)
-        self._leaving = {id(each) for name, each in model.named_modules() if name in self.layouts}
         self.entries = self._find_entries(model)
         self.layers = list(self._find_layers(model))
 
@@ -101,10 +100,8 @@ class HybridPlan:
                     yield PlannedLayer(name, type(each).__name__, number, own)
 
     def is_cut(self, stage: nn.Module) -> bool:
-        """Return whether a stage has a parameter that is cut along tp, or leaves a result in a layout."""
-        cut = {name for name, placed in self.layouts.items() if placed.used} if self.lengths["tp"] > 1 else set()
-        modules = {id(each) for each in stage.modules()}
-        return any(self.names[id(each)] in cut for each in stage.parameters()) or bool(modules & self._leaving)
+        """Return whether a stage has a parameter of which a rank holds a slice."""
+        return self.lengths["tp"] > 1 and any(self.layouts[self.names[id(each)]].used for each in stage.parameters())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the stages that a rank holds."""

@@ -51,7 +51,9 @@ def keep_own_part(plan: HybridPlan, mesh: Mesh, model: nn.Module) -> list[nn.Mod
         CutStage(stage, line, plan) if number in mine and plan.is_cut(stage) else stage
         for number, stage in enumerate(plan.stages)
     ]
-    _drop_others(model, {id(each) for number in mine for each in _tensors_of(plan.stages[number])})
+    held = {id(each) for number in mine for each in _tensors_of(plan.stages[number])}
+    for module in (model, *plan.stages):  # a stage may have modules that are not in the model
+        _drop_others(module, held)
     return stages
 
 
