@@ -307,7 +307,7 @@ def _draw_tensor(axes: Axes, tensor: SlicedTensor) -> None:
     axes.set(
         xlim=(0, 1 if right is None else tensor.shape[right] or 1), ylim=(1 if down is None else tensor.shape[down], 0)
     )
-    axes.set_title(f"{tensor}: ranks")
+    axes.set_title(f"{tensor}: ranks", fontsize="medium")
     axes.set_xlabel("" if right is None else f"index in dimension {right}")
     axes.set_ylabel("" if down is None else f"index in dimension {down}")
     axes.spines[:].set_visible(False)
