@@ -149,3 +149,10 @@ def test_what_goes_to_the_browser_is_bounded(tmp_path):
 def test_it_does_not_hide_the_table_of_the_partitioner():
     assert "ShardView" not in dir(dlab)
     assert isinstance(dlab.DataPartitioner(range(9), [1.0]).table(), dlab.data.ShardTable)
+
+
+def test_of_many_tensors_some_are_drawn_from_every_part_of_the_network():
+    events = [_slice(0, f"layer {number}", (4, 6), ((0, 4), (0, 6))) for number in range(30)]
+    figure = ShardView(events).figure()
+    titles = [axes.get_title() for part in figure.subfigs for axes in part.axes]
+    assert [title.partition(" (")[0] for title in titles] == [f"layer {place * 30 // 12}" for place in range(12)]

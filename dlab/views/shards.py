@@ -121,7 +121,10 @@ class ShardView(View):
         return not self.shards and not self.tensors
 
     def _drawn(self) -> list[SlicedTensor]:
-        return [tensor for tensor in self.tensors.values() if tensor.drawable][:_TENSORS]
+        """Return the tensors to draw; of too many, some from all parts of the network."""
+        drawable = [tensor for tensor in self.tensors.values() if tensor.drawable]
+        count = min(_TENSORS, len(drawable))
+        return [drawable[place * len(drawable) // count] for place in range(count)]
 
     def figure(self) -> Figure:
         """Draw a row of bars per rank and data set, and below them each tensor as a rectangle cut into its slices."""
