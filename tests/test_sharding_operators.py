@@ -338,7 +338,7 @@ OTHER = dlab.Layout((4,), ("all",))
         (((2, 3), (3, 1)), ["6 parts", "4 ranks cannot share"]),
         (((8, 1), (1, 1)), ["8 parts", "4 ranks"]),
         (((1, 1), (1, 4)), ["length 6", "cannot be cut into 4", "4 or 8 would work"]),
-        (((2, 2),), ["1 entries", "not 2", "each input"]),
+        (((2, 2),), ["1 entry", "not 2", "each input"]),
         (((2, 2, 1), (2, 1)), ["input 0 has 2 dimensions", "(2, 2, 1)"]),
         (((2, 0), (0, 1)), ["1 or more"]),
         (((2, 1.0), (1, 1)), ["whole number"]),
@@ -347,7 +347,7 @@ OTHER = dlab.Layout((4,), ("all",))
         ((LAYOUT("dp", "tp"), LAYOUT("None", "None")), ["along no axis", "along tp", "agree"]),
         ((LAYOUT("dp", "tp"), (2, 1)), ["mixes cuts and layouts"]),
         ((LAYOUT("dp", "None"), OTHER("None", "None")), ["different layouts"]),
-        ((LAYOUT("dp"), LAYOUT("None", "None")), ["input 0 has 2 dimensions", "1 entries"]),
+        ((LAYOUT("dp"), LAYOUT("None", "None")), ["input 0 has 2 dimensions", "1 entr"]),
         ((dlab.Layout((8,), ("x",))("x", "None"), dlab.Layout((8,), ("x",))("None", "None")), ["8 places", "4 ranks"]),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_mesh_gives_names_and_lengths(on_mesh):
     ("given", "words"),
     [
         ([Shard(0)], ["1 placements do not fit Layout(dp 2, sp 2, mp 2), which has 3", "one for each axis"]),
-        ([Shard(2), Replicate(), Replicate()], ["Shard(dim=2) on axis 'dp'", "a tensor with 2 has not"]),
+        ([Shard(2), Replicate(), Replicate()], ["Shard(dim=2) on axis 'dp'", "a tensor of 2 dimensions does not have"]),
         ([Replicate(), Replicate(), Partial("avg")], ["on axis 'mp' has no counterpart", "sums"]),
         ([_StridedShard(0, split_factor=4), Shard(0), Shard(1)], ["on axis 'dp'", "split_factor", "of sp"]),
     ],

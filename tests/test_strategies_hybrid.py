@@ -1,5 +1,6 @@
 """A network on a mesh of data, tensor and pipeline parallelism trains as one process does, however the axes lie."""
 
+import gc
 import os
 import signal
 from functools import partial
@@ -476,3 +477,17 @@ def test_it_does_not_outlive_a_rank_and_optimizers_of_whole_layers_are_refused()
         rehearsed(small, dlab.Hybrid({"tp": 2}), 2, optimizer=torch.optim.Adafactor)
     told = "axes={'dp': 2, 'pp': 2}, schedule=gpipe, microbatches=None, zero=1, virtual=1, recompute=False"
     assert repr(dlab.Hybrid({"dp": 2, "pp": 2}, "gpipe", zero=1)).startswith(f"Hybrid({told}")
+
+
+def test_shared_memory_is_given_back_as_soon_as_a_training_has_ended():
+    train = partial(rehearsed, small, dlab.Hybrid({"dp": 2, "pp": 2}), 4, epochs=1)
+    train()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()  # which gives it back sometime
+    try:
+        for _ in range(3):
+            train()
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()

@@ -79,7 +79,9 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([file], [], [], 0)[0])  # readable once it has ended, even as a zombie
+        ended = select.poll()  # select.select() takes only the first 1,024 files of a process
+        ended.register(file, select.POLLIN)
+        return bool(ended.poll(0))  # readable once it has ended, even as a zombie
     finally:
         os.close(file)
 

@@ -151,6 +151,7 @@ class Hybrid(Strategy):
     def end(self) -> None:
         """Make the parts ordinary tensors again, and buffers equal along dp."""
         self._update.end()
+        del self._pipe  # it refers to this strategy, and its shared memory should be free as soon as both are
 
     # the whole model, and checkpoints
 
