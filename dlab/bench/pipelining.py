@@ -132,7 +132,7 @@ class Shift(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add it."""
+        """Add the learned number to every input."""
         return x + self.bias
 
 

@@ -27,7 +27,7 @@ class Blocks(nn.Sequential):
     """Blocks that run one after another; several inputs are a tuple for the first one, as between two of them."""
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Run them."""
+        """Run the blocks in turn, each on what the one before it returned."""
         return super().forward(_argument(inputs))
 
 

@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
         return self.bytes + latency * self.collectives
 
     def plus(self, other: Traffic) -> Traffic:
-        """Return the sum."""
+        """Return the traffic of two operators together."""
         return Traffic(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
 

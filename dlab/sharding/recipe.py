@@ -87,7 +87,7 @@ class Recipe:
         return values
 
     def whole(self) -> torch.Tensor:
-        """Make all values."""
+        """Make the values of the whole parameter, as one process with the same seed has them."""
         return self.part(tuple(slice(0, length) for length in self.shape))
 
     @staticmethod

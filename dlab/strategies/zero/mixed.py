@@ -53,6 +53,6 @@ class Casting:
         return None if self.dtype is None else values.detach().float().clone()
 
     def end(self) -> None:
-        """Stop casting."""
+        """Remove the hooks that cast the inputs and outputs of the model."""
         for hook in self._hooks:
             hook.remove()
